@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_proof import check_all, failed_stations
-from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, evaluate, make_session, make_traced, session_of
+from tiny_session import LLAMA, QWEN3, SCORES, SMOLLM3, TEXT, evaluate, make_session, make_traced, session_of
 
 import handgrad as hg
 from conftest import perturb
@@ -66,6 +66,15 @@ def test_norms_of_queries_and_keys_windows_and_unrotated_blocks_are_named() -> N
     ):
         assert part in formulas_of(qwen3)
     assert "R32" not in qwen3.errata
+    scores = make_session(**SCORES).by_id["blocks.1.a_3"]
+    for part in (
+        r"s = 0.4 \, q^h (k^g)^t",
+        r"2 \tanh(s / 2)",
+        r"\tilde b_{\mathrm{sink}}",
+        "none exceeds 2",
+    ):
+        assert part in f"{formulas_of(scores)} {scores.summary}"
+    assert "b_sink" in {p.symbol for p in scores.parameters} and "scores" in scores.derived_in
     session = make_session(**SMOLLM3)
     first, second = (session.by_id[f"blocks.{i}.a_3"] for i in (0, 1))
     assert "R(t)" in formulas_of(first) and "unless" not in formulas_of(first)
@@ -95,7 +104,7 @@ def rotated(x: torch.Tensor, session: Session) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag], 1)
 
 
-@pytest.mark.parametrize(("shape", "block"), [(LLAMA, 1), (QWEN3, 0), (SMOLLM3, 1)])
+@pytest.mark.parametrize(("shape", "block"), [(LLAMA, 1), (QWEN3, 0), (SMOLLM3, 1), (SCORES, 1)])
 def test_the_errors_of_a_head(shape: dict[str, object], block: int) -> None:
     """Autograd through one head, written with torch's functions: all it sends back, and what each token sends to each."""
     session = make_session(dtype=torch.float64, **shape)  # type: ignore[arg-type]
@@ -115,10 +124,16 @@ def test_the_errors_of_a_head(shape: dict[str, object], block: int) -> None:
     with torch.enable_grad():
         q, k, v = made("q", head, c.n_heads), made("k", group, c.kv_heads), made("v", group, c.kv_heads)
         ones = torch.ones(len(q), len(q), dtype=torch.bool)
-        hidden = ones.triu(1) | (ones.tril(-attn.window) if attn.window else ~ones)
-        out, keys_only = (
-            F.softmax((x @ k.T / k.shape[1] ** 0.5).masked_fill(hidden, -torch.inf), 1) @ v for x in (q, q.detach())
-        )
+        of, sinks = attn.scores, attn.sinks
+        hidden = ones.triu(1) | (ones.tril(-of.window) if of.window else ~ones)
+
+        def weights(x: torch.Tensor) -> torch.Tensor:
+            s = x @ k.T * (k.shape[1] ** -0.5 if of.scale is None else of.scale)
+            s = (s if of.cap is None else of.cap * torch.tanh(s / of.cap)).masked_fill(hidden, -torch.inf)
+            s = s if sinks is None else torch.cat([s, sinks[head].expand(len(s), 1)], 1)
+            return F.softmax(s, 1)[:, : len(k)]
+
+        out, keys_only = (weights(x) @ v for x in (q, q.detach()))
         signal = t[f"blocks.{block}.delta_3"].chunk(c.n_heads, 1)[head]
         joined = torch.autograd.grad((out * signal).sum(), a_2, retain_graph=True)[0]
         rows = (keys_only * signal).sum(1)

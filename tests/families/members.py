@@ -62,13 +62,16 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 24, "num_attention_heads": 3, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
     "phi3": {},
     "granitemoehybrid": {
-        "mamba_n_heads": 1, "num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention", "attention"],
+        "mamba_n_heads": 1, "num_local_experts": 0, "position_embedding_type": "rope",
+        "layer_types": ["attention", "attention"],
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 1.5,
     },
     "granite": {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 1.5,
     },
-    "gemma2": {"query_pre_attn_scalar": 7, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+    "gemma2": {
+        "query_pre_attn_scalar": 7, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
+    },
     "gemma3_text": {"query_pre_attn_scalar": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "cohere": {"logit_scale": 0.3},

@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
     "qwen3": {**LLAMA, "family": "qwen3", "qk_norm": True, "window": 3, "windowed": (1,), "tied": False},
+    "scores": {**LLAMA, "attention_scale": 0.4, "score_cap": 2.0, "sinks": True},
 }
 Visit = Callable[[str, Tensor], Tensor]
 

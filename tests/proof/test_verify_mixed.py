@@ -39,10 +39,11 @@ def verified(model: hg.GPT, lengths: list[int]) -> Report:
     return report
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "other scores"])
 def test_right_formulas_pass(family: str) -> None:
     """Every signal and every parameter has both checks."""
-    model = model_of(family)
+    scores = {"attention_scale": 0.4, "score_cap": 2.0, "sinks": True}
+    model = model_of("llama", **scores) if family == "other scores" else model_of(family)
     report = verified(model, [17, 9, 1, 12])
     assert [(c.id, c.error, c.note) for c in report.failed] == []
     steps = {c.id.removesuffix(", its step"): c for c in report if c.section == STEPS}

@@ -41,6 +41,6 @@ GRANITE_HYBRID = replace(
             "normalization_function",
             "init_method",
         }
-    ),  # fmt: skip
+    ),
     block_kinds=("attention", "full_attention"),
 )

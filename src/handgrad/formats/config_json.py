@@ -432,8 +432,8 @@ def _tells_unrotated(config: ModelConfig) -> bool:
 
 
 def _rope_fields(config: ModelConfig) -> dict[str, object]:
-    """Rotary positions in the form that old and new versions of transformers read, or new ones alone where the old form cannot
-    say it."""
+    """Rotary positions in the form that old and new versions of transformers read, or new ones alone where the old form
+    cannot say it."""
     scaling, family = config.rope_scaling, config.table
     given = {name: x for name, x in scaling._asdict().items() if x != UNSCALED._asdict()[name] or name == "factor"}
     if scaling.rope_type == "llama3":

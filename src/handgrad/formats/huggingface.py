@@ -64,6 +64,19 @@ def load(
     folder = Path(path)
     dtype = None if dtype is None else as_dtype(dtype)
     kept = None if base_dtype is None else as_dtype(base_dtype, tuple(TWO_BYTES), "base_dtype")
+    config, tensors = read_directory(folder)
+    stored = tensors[f"{config.table.names['embed']}.weight"].dtype
+    dtype = dtype or (stored if stored in DTYPES and kept is None else torch.float32)
+    weights: dict[str, Tensor | Packed] = dict(tensors)
+    if kept is not None:
+        weights = {name: Packed.of(t, TWO_BYTES[kept]) if t.ndim == 2 else t for name, t in tensors.items()}
+    model = build(config, weights, dtype, device)
+    model.source = str(folder.absolute())
+    return model
+
+
+def read_directory(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The configuration and the tensors of a directory, memory-mapped and checked."""
     config = load_config(folder)
     manifest.check_present(folder)
     names = config.table.names
@@ -72,15 +85,8 @@ def load(
     _check_tensors(replace(config, tied=head_name not in headers), headers, folder)
     tensors = {full_name(name): t for name, t in _weights(headers).items()}
     head = tensors.get(head_name)  # the file decides, not config.json
-    config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors[embed_name])))
-    stored = tensors[embed_name].dtype
-    dtype = dtype or (stored if stored in DTYPES and kept is None else torch.float32)
-    weights: dict[str, Tensor | Packed] = dict(tensors)
-    if kept is not None:
-        weights = {name: Packed.of(t, TWO_BYTES[kept]) if t.ndim == 2 else t for name, t in tensors.items()}
-    model = build(config, weights, dtype, device)
-    model.source = str(folder.absolute())
-    return model
+    tied = head is None or (config.tied and torch.equal(head, tensors[embed_name]))
+    return replace(config, tied=tied), tensors
 
 
 def build(

@@ -3,10 +3,10 @@
     a_1 → a_2 norm → a_3 heads → a_4 projection → a_5 = a_1 + a_4
         → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9
 
-Twice x + branch(norm(x)). In other families the norm comes after the branch (a_4 → a_4_norm), or both are there, or the two
-branches are parallel: a_10 = a_1 + a_4 + a_9, with one norm or two. This file is where the order is defined: `steps` lists
-it, and whatever describes, checks or explains a block reads that list. A block saves about 10·d numbers per token (a_1, q, k,
-v, a_3, a_5, a_7) and recomputes the outputs of norms and activation.
+Twice x + branch(norm(x)). In other families the norm comes after the branch (a_4 → a_4_norm), or both are there, or the
+two branches are parallel: a_10 = a_1 + a_4 + a_9, with one norm or two. This file is where the order is defined: `steps`
+lists it, and whatever describes, checks or explains a block reads that list. A block saves about 10·d numbers per token
+(a_1, q, k, v, a_3, a_5, a_7) and recomputes the outputs of norms and activation.
 """
 
 from collections.abc import Callable

@@ -258,8 +258,8 @@ class Network(Parts):
                 self.scratch.clear()
 
     def rotations(self, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype | None = None) -> Rotations:
-        """cos and sin of these positions, in sequences of these lengths, for every table of frequencies that the blocks have;
-        nothing without rotary positions."""
+        """cos and sin of these positions, in sequences of these lengths, for every table of frequencies that the blocks
+        have; nothing without rotary positions."""
         wide = torch.promote_types(self.dtype, torch.float32) if dtype is None else dtype
         return tuple(self._rotation(table, positions, lengths, wide) for table in self.config.rotary_tables())
 

@@ -7,6 +7,7 @@ Calls that it cannot compute go to transformers' function for "sdpa". The first 
 both ways, values and gradients: if they differ, that kind is left to torch, with a warning.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from .heads import Layout, attention, causal_layout, kind_of, layout_of_mask
 from .parts import fell_back, one_dtype, precision_of, why_not_tensors
 
 NAME, ORIGINAL = "handgrad", "sdpa"
-_CHANGES_SCORES = ("position_bias", "cache", "softcap", "output_attentions")  # what transformers' function looks at
+_CHANGES_SCORES = (
+    "position_bias",
+    "cache",
+    "softcap",
+    "s_aux",
+    "output_attentions",
+)  # what transformers' function looks at
 
 
 def register() -> None:
@@ -75,20 +82,25 @@ def _layout(
         return "attention dropout"
     if any(options.get(name) is not None and options[name] is not False for name in _CHANGES_SCORES):
         return "an option that changes the scores"
-    scale = options.get("scaling")
-    if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) > 1e-9:
-        return "scores are not divided by the root of the head's width"
     groups = getattr(module, "num_key_value_groups", 1)
     if q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0]:
         return "keys of earlier calls"
     if k.shape[1] * groups != q.shape[1] or v.shape[:3] != k.shape[:3]:
         return f"{q.shape[1]} heads of queries, {k.shape[1]} of keys, in groups of {groups}"
     batch, _, length, _ = q.shape
+    layout: Layout | str
     if mask is None:
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        return causal_layout(batch, length) if causal or length == 1 else "attention that is not causal"
-    return layout_of(mask, batch, length, options.get("sliding_window"))
+        layout = causal_layout(batch, length) if causal or length == 1 else "attention that is not causal"
+    else:
+        layout = layout_of(mask, batch, length, options.get("sliding_window"))
+    scale = options.get("scaling")
+    if isinstance(layout, str) or scale is None or abs(scale * q.shape[-1] ** 0.5 - 1) <= 1e-9:
+        return layout
+    if not 0 < scale < math.inf:
+        return f"scores multiplied by {scale:g}"
+    return layout._replace(scores=layout.scores._replace(scale=float(scale)))
 
 
 def layout_of(mask: Tensor, batch: int, length: int, window: int | None) -> Layout | str:

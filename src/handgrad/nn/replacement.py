@@ -174,8 +174,6 @@ def _replace_attention(result: Replacement, name: str, module: Any) -> None:
         result.left[name] = "attention that is not causal"
     elif config._attn_implementation not in (attention_function.ORIGINAL, attention_function.NAME):
         result.left[name] = f"attn_implementation is {config._attn_implementation!r}: load the model with 'sdpa'"
-    elif abs(module.scaling * module.head_dim**0.5 - 1) > 1e-9:
-        result.left[name] = "scores are not divided by the root of the head's width"
     else:
         attention_function.register()
         config._attn_implementation = attention_function.NAME

@@ -177,9 +177,10 @@ def _best_times(steps: dict[Shape, _Trial], budget: float) -> dict[Shape, Times]
 # ── matmul rate ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHAPES = ((512, 768, 3072), (512, 1024, 1024))  # n, f_in, f_out of large layers
+SECONDS = 0.2  # of all of them
 
 
-def matmul_rate(precision: str = "float32", seconds: float = 0.2) -> float:
+def matmul_rate(precision: str = "float32") -> float:
     """FLOP per second of matrix products alone, in a dtype or in mixed precision: the best over large shapes."""
     if precision not in (*BYTES, MIXED):
         raise HandgradError(f"unknown dtype {precision!r}; choose one of {', '.join(BYTES)}")
@@ -190,7 +191,7 @@ def matmul_rate(precision: str = "float32", seconds: float = 0.2) -> float:
         a, w = (torch.ones(shape, dtype=dtype) for shape in ((n, f_in), (f_in, f_out)))
         out = torch.empty(n, f_out, dtype=torch.float32 if mixed else dtype)
         product = partial(linear.product, a, w, out) if mixed else partial(torch.mm, a, w, out=out)
-        best = max(best, 2 * n * f_in * f_out / best_of(product, seconds / len(SHAPES)))
+        best = max(best, 2 * n * f_in * f_out / best_of(product, SECONDS / len(SHAPES)))
     return best
 
 

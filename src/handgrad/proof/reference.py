@@ -292,8 +292,8 @@ def scores(q: list[Tensor], k: list[Tensor], c: Choices, i: int, at: Hook) -> Te
     """q kᵗ/√d_ρ of every head, scaled and capped as the model does, −∞ where a query does not see a key. (h, n, n)"""
     group = len(q) // len(k)  # queries that share a key and a value
     raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
-    root = math.sqrt(q[0].shape[1]) if c.scale is None else 1 / c.scale
-    scaled = raw / root
+    roots = [math.sqrt(x.shape[1]) if c.scale is None else 1 / c.scale for x in q]  # heads of the paper may differ
+    scaled = torch.stack([x / root for x, root in zip(raw, roots, strict=True)])
     capped = at("causal", scaled if c.cap is None else c.cap * torch.tanh(scaled / c.cap))
     return capped.masked_fill(_hidden(capped.shape[1], c, i, capped.device), -math.inf)
 
