@@ -39,6 +39,8 @@ SIZES = {
 }  # fmt: skip
 # what a family needs besides its sizes: fields that transformers has no usable default for
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    "helium": {"head_dim": 2, "num_key_value_heads": 8},  # its projection is as wide as the stream
+    "ministral": {"head_dim": 4, "sliding_window": 500},
     "dots1": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -56,10 +58,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
 }
 
-WINDOWS["pattern"] = {"sliding_window": 4}
+WINDOWS["pattern"] = WINDOWS["listed blocks"] = {"sliding_window": 4}
 # what a small member of a family needs besides the sizes
 MORE: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 24, "num_attention_heads": 3, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "stablelm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "phi": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "glm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     "phi3": {},
     "granitemoehybrid": {
         "mamba_n_heads": 1, "num_local_experts": 0, "position_embedding_type": "rope",

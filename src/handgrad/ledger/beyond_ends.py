@@ -66,7 +66,11 @@ def mapped_logits_backward(rng: RandomInputs) -> float:
     for s, c in MAPS:
         y = logits.forward(a, s, c)
         ours = logits.delta_prev(loss.delta_logits(torch.softmax(y, 1), targets), y, s, c)
-        errors.append(gradient_error(ours, lambda a, s=s, c=c: F.cross_entropy(_mapped(a, s, c), targets, reduction="sum"), a, 1.0, rng))  # type: ignore[misc]
+        errors.append(
+            gradient_error(
+                ours, lambda a, s=s, c=c: F.cross_entropy(_mapped(a, s, c), targets, reduction="sum"), a, 1.0, rng
+            )
+        )  # type: ignore[misc]
     return max(errors)
 
 
