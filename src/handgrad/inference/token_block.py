@@ -92,12 +92,8 @@ def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_blo
 
 
 def _norm(norm: Norm, width: int, tensors: list[Tensor]) -> token_block.Norm:
-    if norm.gain is not norm.weight:  # the kernel multiplies by what it finds at an address
-        raise _NoKernel
     w = _numbers(norm.weight, (width,), tensors)
-    b = 0
-    if isinstance(norm, LayerNorm):
-        b = _numbers(torch.zeros_like(norm.weight) if norm.bias is None else norm.bias, (width,), tensors)
+    b = _numbers(norm.bias, (width,), tensors) if isinstance(norm, LayerNorm) else 0
     return token_block.Norm(w, b, norm.eps)
 
 
