@@ -193,6 +193,26 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
     "smollm3, biases, unrotated": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
     "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
+    "llama, dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0}},
+    "gpt_neox, sequential": {"use_parallel_residual": False},
+    "phi3, longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 4.0, 7.0], "original_max_position_embeddings": 8,
+        },
+        "head_dim": 8, "original_max_position_embeddings": 8,
+    },
+    "gemma3_text, linear": {
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**ROPE, "rope_theta": 30.0}},
+    },
+    "olmo3, yarn": {
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 10000.0}}, "hidden_size": 144,
+        "max_position_embeddings": 128,
+    },
+    "granite, llama3": {"rope_parameters": LLAMA3, "hidden_size": 144, "max_position_embeddings": 128},
+    "cohere2, default pattern": {"layer_types": None, "num_hidden_layers": 5},
+    "ernie4_5, biases": {"use_bias": True},
+    "stablelm, biases": {"use_qkv_bias": True},
     "mixtral, every expert": {"num_experts_per_tok": 5},
     "mixtral, one expert": {"num_experts_per_tok": 1, "tie_word_embeddings": True},
     "mixtral, many experts": {"num_local_experts": 40},

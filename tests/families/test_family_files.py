@@ -149,7 +149,7 @@ OMITTED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 4}, "phi": {"num_attention_heads": 4},
     "stablelm": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "granitemoehybrid": {"num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 5},
-    "ministral": {"head_dim": 2},
+    "ministral": {"head_dim": 2, "sliding_window": 4096}, "dots1": {"intermediate_size": 11008},
 }  # fmt: skip
 
 
@@ -316,7 +316,9 @@ def computes(family: Family, field: str) -> bool:
         *family.no_effect,
         *({"partial_rotary_factor"} if family.rotary_share else ()),
     }
-    return field in own and field != "hidden_act"
+    return (field in own and field != "hidden_act") or (
+        field in ("num_experts", "num_local_experts") and family.has("mlp.experts")
+    )
 
 
 @pytest.mark.parametrize("field", EVERYWHERE)

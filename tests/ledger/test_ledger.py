@@ -487,7 +487,7 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     ),
     "a norm that does not center": (layernorm, "delta_prev", lambda delta, a_bar, sigma, w: (
         rmsnorm.delta_prev(delta, a_bar, sigma, w)
-    ), FROM_10 | {"E-ln-dx", "X-ln-rowsum", "X-stack", "R8", "R19", "L-center-bwd"}),
+    ), FROM_10 | {"E-ln-dx", "X-ln-rowsum", "X-stack", "X-stream-rowsum", "R8", "R19", "L-center-bwd"}),
     "an overwriting scatter": (embedding, "grad_w", overwriting, {"E-embed-dw", "T3-wtok", "R9", "L-embed-bwd"}),
 }  # fmt: skip
 

@@ -169,7 +169,9 @@ def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     found: dict[str, Any] = {}
     if family.local_rope:
         local, given = given.get(_LOCAL) or {}, given.get("full_attention", {} if _LOCAL in given else given) or {}
-        base, scaling, _ = _table(local, {**raw, "rope_theta": raw.get("rope_local_base_freq")}, config, family, True)
+        apart = "rope_local_base_freq" in family.defaults  # else both have rope_theta
+        theirs = {**raw, "rope_theta": raw.get("rope_local_base_freq")} if apart else raw
+        base, scaling, _ = _table(local, theirs, config, family, apart)
         if scaling != UNSCALED:
             raise HandgradError(f"rope_type {scaling.rope_type} of blocks with a window is not supported")
         found["local_rope_base"] = base
