@@ -39,8 +39,6 @@ SIZES = {
 }  # fmt: skip
 # what a family needs besides its sizes: fields that transformers has no usable default for
 OF_FAMILY: dict[str, dict[str, Any]] = {
-    "helium": {"head_dim": 2, "num_key_value_heads": 8},  # its projection is as wide as the stream
-    "ministral": {"head_dim": 4, "sliding_window": 500},
     "dots1": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -66,6 +64,8 @@ MORE: dict[str, dict[str, Any]] = {
     "phi": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
     "glm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "helium": {"head_dim": 2, "num_key_value_heads": 3},  # its projection is as wide as the stream
+    "ministral": {"sliding_window": 500},
     "phi3": {},
     "granitemoehybrid": {
         "mamba_n_heads": 1, "num_local_experts": 0, "position_embedding_type": "rope",
@@ -200,14 +200,14 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
             "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
             "long_factor": [2.0, 4.0, 7.0], "original_max_position_embeddings": 8,
         },
-        "head_dim": 8, "original_max_position_embeddings": 8,
+        "hidden_size": 72, "head_dim": None, "original_max_position_embeddings": 8,
     },
     "gemma3_text, linear": {
         "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**ROPE, "rope_theta": 30.0}},
     },
     "olmo3, yarn": {
-        "rope_parameters": {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 10000.0}}, "hidden_size": 144,
-        "max_position_embeddings": 128,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 1e4}},
+        "hidden_size": 144, "max_position_embeddings": 128,
     },
     "granite, llama3": {"rope_parameters": LLAMA3, "hidden_size": 144, "max_position_embeddings": 128},
     "cohere2, default pattern": {"layer_types": None, "num_hidden_layers": 5},

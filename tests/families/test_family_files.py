@@ -148,8 +148,9 @@ def test_rotary_fields_of_files_old_and_new(name: str, fields: dict[str, Any], t
 OMITTED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 4}, "phi": {"num_attention_heads": 4},
     "stablelm": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "granitemoehybrid": {"num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 5},
-    "ministral": {"head_dim": 2, "sliding_window": 4096}, "dots1": {"intermediate_size": 11008},
+    "granitemoehybrid": {"num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 5,
+                         "mamba_n_heads": 1},
+    "ministral": {"head_dim": 2, "sliding_window": 4096}, "helium": {"head_dim": 2, "num_key_value_heads": 8},
 }  # fmt: skip
 
 

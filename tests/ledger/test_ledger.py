@@ -251,8 +251,8 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
         "L-rms-fwd", "L-gain-fwd", "L-center-fwd", "L-joint-fwd",
     }),
     "an RMSNorm with LayerNorm's backward pass": (rmsnorm, "delta_prev", layernorm.delta_prev, {
-        "L-rms-bwd", "L-qknorm-bwd", "L-branch-bwd", "L-gain-bwd", "L-joint-bwd", "L-parallel-bwd", "L-post-bwd", "L-post-grad",
-        "L-post-orthogonal",
+        "L-rms-bwd", "L-qknorm-bwd", "L-branch-bwd", "L-gain-bwd", "L-joint-bwd", "L-parallel-bwd", "L-post-bwd",
+        "L-post-grad", "L-post-orthogonal",
     }),
     "a mean instead of a sum in RMSNorm": (rmsnorm, "grad_w", lambda delta, a_bar: (a_bar * delta).mean(0), {
         "L-rms-grad", "L-qknorm-grad", "L-gain-bwd", "L-joint-bwd", "L-parallel-bwd", "L-post-grad",
