@@ -43,11 +43,17 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
 }
 
-WINDOWS["pattern"] = {"sliding_window": 4}
+WINDOWS["pattern"] = WINDOWS["listed blocks"] = {"sliding_window": 4}
 # what a small member of a family needs besides the sizes
 MORE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "gpt_neox": {"hidden_size": 24, "num_attention_heads": 3, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "stablelm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "phi": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "glm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "helium": {"head_dim": 2, "num_key_value_heads": 3},  # its projection is as wide as the stream
+    "ministral": {"sliding_window": 500},
     "phi3": {},
     "dots1": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
@@ -204,6 +210,26 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
     "smollm3, biases, unrotated": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
     "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
+    "llama, dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0}},
+    "gpt_neox, sequential": {"use_parallel_residual": False},
+    "phi3, longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 4.0, 7.0], "original_max_position_embeddings": 8,
+        },
+        "hidden_size": 72, "head_dim": None, "original_max_position_embeddings": 8,
+    },
+    "gemma3_text, linear": {
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**ROPE, "rope_theta": 30.0}},
+    },
+    "olmo3, yarn": {
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 1e4}},
+        "hidden_size": 144, "max_position_embeddings": 128,
+    },
+    "granite, llama3": {"rope_parameters": LLAMA3, "hidden_size": 144, "max_position_embeddings": 128},
+    "cohere2, default pattern": {"layer_types": None, "num_hidden_layers": 5},
+    "ernie4_5, biases": {"use_bias": True},
+    "stablelm, biases": {"use_qkv_bias": True},
     "mixtral, every expert": {"num_experts_per_tok": 5},
     "mixtral, one expert": {"num_experts_per_tok": 1, "tie_word_embeddings": True},
     "mixtral, many experts": {"num_local_experts": 40},

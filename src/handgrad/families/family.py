@@ -32,6 +32,9 @@ class Family:
     defaults: Mapping[str, Any]  # what transformers takes for a field that config.json omits
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig that every member shares
     only: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json with the one value that is supported
+    written: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields without effect that transformers cannot do without
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of fields that transformers writes
     no_effect: frozenset[str] = frozenset()  # fields of config.json that change nothing in the computation
     extra_tensors: str = r"lm_head\.weight"  # tensors in its files that a model may leave unread; a regular expression

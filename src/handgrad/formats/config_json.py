@@ -13,6 +13,7 @@ from ..checks import check_integer, is_number
 from ..errors import HandgradError, shown
 from ..families import FAMILIES, Family
 from ..families.family import ACTIVATIONS
+from ..families.refused import REFUSED
 from ..model.config import ACTIVATIONS as PLAIN
 from ..model.config import GATES, ModelConfig
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
@@ -133,13 +134,15 @@ def _family(raw: dict[str, Any], file: Path) -> Family:
     if name == "handgrad":  # choices that no family of Hugging Face's has
         own = raw.get("handgrad")
         field, name = "family in 'handgrad'", own.get("family", "gpt2") if isinstance(own, dict) else "gpt2"
+    if isinstance(name, str) and name in REFUSED:
+        raise HandgradError(f"{file}: {field} {name} is not supported: {REFUSED[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise HandgradError(f"{file}: {field} is {shown(name)}; this version reads {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
-    known = {*_NO_EFFECT, *family.no_effect, *family.fields, *family.only, *family.defaults}
+    known = {*_NO_EFFECT, *family.no_effect, *family.fields, *family.only, *family.written, *family.defaults}
     own = raw.get("handgrad")
     choices = {**family.fixed, **(own if isinstance(own, dict) else {})}
     known |= set(_ROPE) if choices.get("positions") == "rotary" else set()
@@ -171,7 +174,9 @@ def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     found: dict[str, Any] = {}
     if family.local_rope:
         local, given = given.get(_LOCAL) or {}, given.get("full_attention", {} if _LOCAL in given else given) or {}
-        base, scaling, _ = _table(local, {**raw, "rope_theta": raw.get("rope_local_base_freq")}, config, family, True)
+        apart = "rope_local_base_freq" in family.defaults  # else both have rope_theta
+        theirs = {**raw, "rope_theta": raw.get("rope_local_base_freq")} if apart else raw
+        base, scaling, _ = _table(local, theirs, config, family, apart)
         if scaling != UNSCALED:
             raise HandgradError(f"rope_type {scaling.rope_type} of blocks with a window is not supported")
         found["local_rope_base"] = base
@@ -333,6 +338,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         **({"model_type": "handgrad"} if own else {"architectures": [family.architecture], "model_type": family.name}),
         **{field: _value(config, field, ours) for field, ours in family.fields.items()},
         **{field: only for field, only in family.only.items() if only is not None},
+        **family.written,
         **(_rope_fields(config) if config.positions == "rotary" else {}),
         **_layer_fields(config),
         **expert_fields(config),
@@ -424,7 +430,7 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
     kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
     if "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = config.window is not None
-    if family.windows in ("late blocks", "unrotated blocks", "even early blocks", "pattern"):
+    if family.windows and family.windows != "every block":
         written["layer_types"] = [_LOCAL if windowed else "full_attention" for windowed in kinds]
     elif family.block_kinds:
         written["layer_types"] = [family.block_kinds[0]] * config.n_blocks

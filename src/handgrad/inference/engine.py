@@ -225,7 +225,7 @@ class Engine:
         step = self.cache.step([(sequence.slot, count) for sequence, count in work])
         ids = [i for x, count in work for i in x.window[x.slot.length : x.slot.length + count]]
         positions = step.positions
-        rotations = model.rotations(positions, [len(x.window) for x, count in work for _ in range(count)])
+        rotations = model.rotations(positions, [len(x.window) for x, _ in work], counts=[count for _, count in work])
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(
             rotations=rotations, adapters=groups([(x.options.adapter, count) for x, count in work]),
