@@ -15,8 +15,8 @@ from members import (
     LLAMA3,
     LLAMA_LIKE,
     MEMBERS,
+    MORE,
     NO_TOKEN_IDS,
-    OF_FAMILY,
     PLAIN,
     TYPICAL,
     YARN,
@@ -44,6 +44,10 @@ def fields_of(folder: Path) -> dict[str, Any]:
     for field in ("hidden_act", "hidden_activation", "activation_function"):
         if fields.get(field) == "gelu_pytorch_tanh":
             fields[field] = "gelu_new"
+    if fields["model_type"] == "lfm2":  # the width that it computes from several fields, of which we write one
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        fields = {name: x for name, x in fields.items() if not name.startswith("block_") and name != "full_attn_idxs"}
+        fields["intermediate_size"] = network.model.layers[0].feed_forward.w1.out_features
     return {name: value for name, value in fields.items() if name not in SILENT and value is not None}
 
 
@@ -158,7 +162,7 @@ OMITTED: dict[str, dict[str, Any]] = {
 def test_omitted_fields_have_transformers_defaults(family: str, tmp_path: Path) -> None:
     sizes = {
         "model_type": family, "vocab_size": 29, "hidden_size": 64, "intermediate_size": 11, "num_hidden_layers": 5,
-        "num_attention_heads": 32, **NO_TOKEN_IDS, **OF_FAMILY.get(family, {}), **OMITTED.get(family, {}),
+        "num_attention_heads": 32, **NO_TOKEN_IDS, **({} if family != "dots1" else MORE[family]), **OMITTED.get(family, {}),
     }  # fmt: skip
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), experts_implementation="eager")
     randomize(network)

@@ -31,6 +31,7 @@ from handgrad.paper import (
     rmsnorm,
     rotary,
     scores,
+    short_conv,
     transformer,
 )
 
@@ -206,6 +207,7 @@ DYNAMIC, LONGROPE_FACTOR, PARTIAL = rotary.dynamic_base, rotary.longrope_attenti
 LOGITS, DELTA_LOGITS = logits.forward, logits.delta_prev
 ROTATE, PERMUTATION, YARN_SHARE = rotary.forward, rotary.permutation, rotary.yarn_share
 WINDOW, SUM_OVER_GROUP = grouped_query.mask, grouped_query.sum_over_group
+CONV, CONV_GRAD, CONTINUED = short_conv.conv, short_conv.grad_w, short_conv.continued
 PRODUCT_M, PRODUCT_U = per_example.product_m, per_example.product_u
 
 BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
@@ -365,6 +367,27 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
         "L-gate-bwd", "L-gate-branches", "L-moe-bwd",
     }),
     "one branch of two": (gated, "delta_prev", lambda d_gate, d_up, w_gate, w_up: d_up @ w_up.t(), {"L-gate-branches"}),
+    "a convolution with its taps reversed": (short_conv, "conv", lambda z, w, b: CONV(z, w.flip(0), b), {
+        "L-conv-fwd", "L-conv-cache",
+    }),
+    "a convolution that wraps around": (short_conv, "conv", lambda z, w, b: sum(
+        w[j] * z.roll(j, 0) for j in range(len(w))
+    ) + (0 if b is None else b), {"L-conv-fwd", "L-conv-causal"}),
+    "a convolution without its bias": (short_conv, "conv", lambda z, w, b: CONV(z, w, None), {
+        "L-conv-fwd", "L-conv-cache",
+    }),
+    "an error signal that goes forward": (short_conv, "delta_z", lambda delta, w: CONV(delta, w, None), {"L-conv-bwd"}),
+    "an output gate that passes Δ_y": (short_conv, "delta_c", lambda delta_y, c_gate: delta_y, {
+        "L-conv-bwd", "L-conv-grad",
+    }),
+    "an output gate with the error of its input": (short_conv, "delta_c_gate", lambda delta_y, c: delta_y, {"L-conv-bwd"}),
+    "an input gate with its own value": (short_conv, "delta_x", lambda signal, b_gate: signal, {"L-conv-bwd"}),
+    "a convolution's B with the error of z": (short_conv, "delta_b_gate", lambda signal, x: signal, {"L-conv-bwd"}),
+    "taps with the tokens after": (short_conv, "grad_w", lambda delta, z, taps: CONV_GRAD(z, delta, taps), {"L-conv-grad"}),
+    "a bias of the convolution's mean": (short_conv, "grad_b", lambda delta: delta.mean(0), {"L-conv-grad"}),
+    "a state with one row less": (short_conv, "continued", lambda state, z, w, b: CONTINUED(
+        torch.cat([torch.zeros_like(state[:1]), state[1:]]), z, w, b
+    ), {"L-conv-cache"}),
     "key heads assigned in turn": (grouped_query, "group", lambda i, n_heads, n_kv: i % n_kv, {
         "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum",
     }),

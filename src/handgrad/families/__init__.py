@@ -18,9 +18,11 @@ from .glm4 import GLM4
 from .gpt2 import GPT2
 from .gpt_bigcode import GPT_BIGCODE
 from .gpt_neox import GPT_NEOX
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
 from .helium import HELIUM
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .minicpm import MINICPM
 from .ministral import MINISTRAL
@@ -45,10 +47,10 @@ __all__ = ["FAMILIES", "Family", "full_name"]
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX, GRANITE,
-        GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
-        ARCEE, ERNIE4_5, GEMMA, GLM, GLM4, GPT_BIGCODE,
-        HELIUM, MINISTRAL, PHI, SEED_OSS, STABLELM,
+        GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX,
+        GRANITE, GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
+        GPT_OSS,
+        ARCEE, ERNIE4_5, GEMMA, GLM, GLM4, GPT_BIGCODE, HELIUM, MINISTRAL, PHI, SEED_OSS, STABLELM,
     )
 }  # fmt: skip
 

@@ -35,7 +35,27 @@ _BLOCK = {
     "ffn_up": Layer("mlp.up_proj", ("hidden", "d")),
     "ffn_down": Layer("mlp.down_proj", ("d", "hidden")),
 }
-MATRICES = {layer.name: name for name, layer in _BLOCK.items() if len(layer.sizes) == 2}  # Hugging Face's name: GGUF's
+_LFM2_OUTER = {**_OUTER, "token_embd_norm": Layer("model.embedding_norm", ("d",))}
+del _LFM2_OUTER["output_norm"]
+_LFM2_BLOCK = {
+    **_BLOCK,
+    "attn_norm": Layer("operator_norm", ("d",)),
+    "attn_output": Layer("self_attn.out_proj", ("d", "queries")),
+    "attn_q_norm": Layer("self_attn.q_layernorm", ("head",)),
+    "attn_k_norm": Layer("self_attn.k_layernorm", ("head",)),
+    "shortconv.conv": Layer("conv.conv", ("d", "taps")),
+    "shortconv.in_proj": Layer("conv.in_proj", ("gates", "d")),
+    "shortconv.out_proj": Layer("conv.out_proj", ("d", "d")),
+    "ffn_norm": Layer("ffn_norm", ("d",)),
+    "ffn_gate": Layer("feed_forward.w1", ("hidden", "d")),
+    "ffn_up": Layer("feed_forward.w3", ("hidden", "d")),
+    "ffn_down": Layer("feed_forward.w2", ("d", "hidden")),
+}
+MATRICES = {  # Hugging Face's name: GGUF's
+    layer.name: name
+    for name, layer in [*_BLOCK.items(), *_LFM2_BLOCK.items()]
+    if len(layer.sizes) == 2 and name != "shortconv.conv"
+}
 _QK_NORMS = {
     "attn_q_norm": Layer("self_attn.q_norm", ("head",)),
     "attn_k_norm": Layer("self_attn.k_norm", ("head",)),
@@ -133,6 +153,9 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2ForCausalLM", _BLOCK, biases=_ATTENTION[:3], whole_width=True),
     "qwen3": Architecture(
         "Qwen3ForCausalLM", _BLOCK | _QK_NORMS, choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", _LFM2_BLOCK, _LFM2_OUTER, eps=("attention.layer_norm_rms_epsilon", "norm_eps")
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel", _GPT2_BLOCK, _GPT2_OUTER, "transformer.h", biases=("output_norm", *_GPT2_BLOCK),

@@ -31,6 +31,7 @@ _KEYS = {
     "num_attention_heads": ("attention.head_count",), "n_head": ("attention.head_count",),
     "num_key_value_heads": ("attention.head_count_kv",),
     "head_dim": ("attention.key_length", "attention.value_length", "rope.dimension_count"),
+    "conv_L_cache": ("shortconv.l_cache",),
     "layer_norm_epsilon": ("attention.layer_norm_epsilon",),
     "sliding_window": ("attention.sliding_window",),
 }  # fmt: skip
@@ -38,6 +39,7 @@ _SCALING = {
     "rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length",
     "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "attn_factor",
 }  # fmt: skip
+_TAPS = "shortconv.conv"  # of short convolutions, which llama.cpp reads in float32
 
 
 class Exported(NamedTuple):
@@ -78,8 +80,10 @@ def export(
     shapes: dict[str, Stored] = {}
     for gguf_name, (layer, block, hf_name) in ordered.items():
         w = weights[hf_name]
+        w = w[:, 0] if w.ndim == 3 else w  # taps are (d, 1, L) in Hugging Face's files
         shape = tuple(w.shape)[::-1] if _is_transposed(architecture, layer, w) else tuple(w.shape)
         kind = type_for(layer, block, _blocks(config), shape, wanted, "output.weight" not in ordered)
+        kind = "F32" if layer == _TAPS else kind
         made = partial(_packed, architecture, layer, w, head_width, kind, hf_name)
         tensors[gguf_name] = Planned(kind, shape, made)
         shapes[gguf_name] = Stored("F32", shape, torch.empty(0, dtype=torch.uint8))
@@ -139,6 +143,10 @@ def _metadata(name: str, architecture: Architecture, config: Mapping[str, Any]) 
     for field, keys in fields.items():
         if config.get(field) is not None:
             found |= {f"{name}.{key}": config[field] for key in keys}
+    if "conv_L_cache" in config:  # blocks with a short convolution have no keys
+        heads = config["num_key_value_heads"]
+        kv = [0 if kind == "conv" else heads for kind in config["layer_types"]]
+        found[f"{name}.attention.head_count_kv"] = kv
     rope, local = _rope(config), (config.get("rope_parameters") or {}).get("sliding_attention")
     if "rope_theta" in rope:
         found[f"{name}.rope.freq_base"] = rope["rope_theta"]

@@ -30,6 +30,7 @@ _READ = {
     "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
     "rope.scaling.finetuned", "tensor_data_layout", "rope.freq_base_swa",
+    "shortconv.l_cache",
 }  # fmt: skip
 
 # Those that every file has.
@@ -121,7 +122,8 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     file, name = given.file, given.architecture
     d = given.integer("embedding_length", "d_model")
     heads = given.integer("attention.head_count", "n_heads")
-    kv_heads = given.integer("attention.head_count_kv", "n_heads", heads)
+    blocks = given.integer("block_count", "n_blocks")
+    kv_heads, conv = _kv_heads(given, heads, blocks)
     d_head = given.integer("attention.key_length", "d_head", d // heads or 1)
     if not given.has("attention.key_length") and d % heads:
         given.refuse("attention.head_count", f"which does not divide the width {d}")
@@ -135,7 +137,6 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     if rotated % 2:
         key = "rope.dimension_count" if architecture.partial else "attention.key_length"
         given.refuse(key, f"and heads have {d_head}; rotation needs an even width")
-    blocks = given.integer("block_count", "n_blocks")
     rope = _rope(given, rotated)
     if architecture.partial:
         rope["partial_rotary_factor"] = rotated / d_head
@@ -154,6 +155,13 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         "rope_parameters": rope,
         **_by_keys(given, architecture),
     }
+    if name == "lfm2":
+        del config["hidden_act"]
+        config |= {
+            "conv_L_cache": given.integer("shortconv.l_cache", "conv_taps"),
+            "layer_types": ["conv" if i in conv else "full_attention" for i in range(blocks)],
+            "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
     for choice, layers in architecture.choices.items():
         config[choice] = any(f"blk.0.{layer}.bias" in file.tensors for layer in layers)
     if name == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
@@ -169,13 +177,15 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     if given.file.metadata.get(f"{name}.attention.sliding_window"):
         if architecture.windowed is None:
             given.refuse("attention.sliding_window", "which is not supported")
+        assert architecture.windowed is not None  # refused above
         model_class, model_type = architecture.windowed
         window = given.integer("attention.sliding_window", "n_context")
         config |= {"architectures": [model_class], "model_type": model_type, "sliding_window": window}
     sizes = {
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
         "queries": heads * d_head, "keys": kv_heads * d_head, "qkv": (heads + 2 * kv_heads) * d_head,
-        "gate_up": 2 * config["intermediate_size"], "heads": heads,
+        "gate_up": 2 * config["intermediate_size"], "heads": heads, "gates": 3 * d,
+        "taps": config.get("conv_L_cache", 0),
     }  # fmt: skip
     fields = FAMILIES[config["model_type"]].fields
     if "head_dim" not in fields:
@@ -185,6 +195,20 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     if "num_key_value_heads" not in fields:
         del config["num_key_value_heads"]
     return config, sizes
+
+
+def _kv_heads(given: _Metadata, heads: int, blocks: int) -> tuple[int, set[int]]:
+    """Heads of keys and values, and the blocks of an architecture with short convolutions that have none."""
+    key = "attention.head_count_kv"
+    if given.architecture != "lfm2" or not isinstance(given.file.metadata.get(f"lfm2.{key}"), list):
+        return given.integer(key, "n_heads", heads), set()
+    counts = given.file.array(f"lfm2.{key}", int, [])
+    found = {count for count in counts if count}
+    if len(counts) != blocks or len(found) > 1:
+        given.refuse(key, f"which is not 0 or one number of heads for each of the {blocks} blocks")
+    kv_heads = next(iter(found), heads)
+    check_integer("n_heads", kv_heads, f"{given.file.path}: lfm2.{key}")
+    return kv_heads, {i for i, count in enumerate(counts) if not count}
 
 
 def _by_keys(given: _Metadata, architecture: Architecture) -> dict[str, Any]:
@@ -343,6 +367,8 @@ def _tensors(
             stored = _reordered(stored, by_head_order(shape[0], sizes["heads"]), f"{file.path}: {name}")
         if layer in architecture.transposed and len(shape) == 2:
             stored = _transposed(stored)
+        if name.endswith("shortconv.conv.weight"):  # (d, 1, L) in Hugging Face's files
+            stored = Stored("F32", (shape[0], 1, shape[1]), dequantize(stored).contiguous().view(torch.uint8))
         if architecture.gain_offset and layer.endswith("norm"):
             gain = dequantize(stored) - architecture.gain_offset
             stored = Stored("F32", shape, gain.view(torch.uint8))
@@ -364,13 +390,24 @@ def expected(
     groups = [("", "", architecture.outer)]
     groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(n_blocks)]
     for prefix, hf_prefix, layers_of_group in groups:
+        absent = _absent(config, prefix)
         for name, layer in layers_of_group.items():
+            if absent and name.startswith(absent):
+                continue
             if name == "output" and config["tie_word_embeddings"]:
                 continue
             shape = tuple(sizes[size] for size in layer.sizes)
             yield f"{prefix}{name}.weight", f"{hf_prefix}{layer.name}.weight", shape
             if name in with_bias:
                 yield f"{prefix}{name}.bias", f"{hf_prefix}{layer.name}.bias", shape[:1]
+
+
+def _absent(config: dict[str, Any], prefix: str) -> tuple[str, ...]:
+    """What the layers are called that a block with a short convolution, or with attention, does not have."""
+    if not prefix or "conv_L_cache" not in config:
+        return ()
+    conv = config["layer_types"][int(prefix.split(".")[1])] == "conv"
+    return ("attn_q", "attn_k", "attn_v", "attn_output") if conv else ("shortconv.",)
 
 
 def _half_split(stored: Stored, d_head: int, name: str) -> Stored:

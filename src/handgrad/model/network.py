@@ -95,9 +95,9 @@ class Network(Parts):
     def _initialize(self, seed: int) -> None:
         """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, others 0"""
         generator = torch.Generator().manual_seed(seed)
-        sinks = {id(block.attn.sinks) for block in self.blocks}
+        sinks = {id(block.attn.sinks) for block in self.blocks if block.has("attn")}
         joining = {
-            id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, *block.mlp.joining())
+            id(layer.plain().weight) for block in self.blocks for layer in (block.mixing.out, *block.mlp.joining())
         }
         for name, p in self.named_parameters():
             if name.endswith("bias") or id(p) in sinks:
