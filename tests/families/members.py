@@ -215,9 +215,9 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "phi3, longrope": {
         "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
-            "long_factor": [2.0, 4.0, 7.0], "original_max_position_embeddings": 8,
+            "long_factor": [2.0, 4.0, 7.0], "factor": 4.0, "original_max_position_embeddings": 8,
         },
-        "hidden_size": 72, "head_dim": None, "original_max_position_embeddings": 8,
+        "hidden_size": 72, "head_dim": 8, "original_max_position_embeddings": 8,
     },
     "gemma3_text, linear": {
         "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**ROPE, "rope_theta": 30.0}},

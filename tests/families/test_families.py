@@ -71,6 +71,7 @@ def test_greedy_generation(name: str, tmp_path: Path) -> None:
 
 ONE_BLOCK = {
     "gpt2": {"n_layer": 1},
+    "lfm2": {"num_hidden_layers": 2},
     "gpt_bigcode": {"n_layer": 1},
     "lfm2": {"num_hidden_layers": 2},
     "cohere2": {"layer_types": ["sliding_attention"]},

@@ -322,9 +322,9 @@ def computes(family: Family, field: str) -> bool:
         *family.no_effect,
         *({"partial_rotary_factor"} if family.rotary_share else ()),
     }
-    return (field in own and field != "hidden_act") or (
-        field in ("num_experts", "num_local_experts") and family.has("mlp.experts")
-    )
+    if field == "hidden_act":  # no activation of this name
+        return field in family.no_effect
+    return field in own or (field in ("num_experts", "num_local_experts") and family.has("mlp.experts"))
 
 
 @pytest.mark.parametrize("field", EVERYWHERE)

@@ -32,8 +32,7 @@ def _inputs(rng: RandomInputs) -> _Inputs:
 
 def _branch(w: Tensor, w_post: Tensor | None = None) -> Branch:
     """tanh(a) w, whose slope depends on a"""
-    slope = lambda a: 1 - torch.tanh(a) ** 2  # noqa: E731
-    return Branch(lambda a: torch.tanh(a) @ w, lambda delta, a: (delta @ w.t()) * slope(a), w_post)
+    return Branch(lambda a: torch.tanh(a) @ w, lambda delta, a: (delta @ w.t()) * (1 - torch.tanh(a) ** 2), w_post)
 
 
 def _norm(a: Tensor, w: Tensor, eps: float) -> Tensor:

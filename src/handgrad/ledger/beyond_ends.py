@@ -1,6 +1,7 @@
 """Beyond the paper: multiplied embeddings, L-embed-*; scaled and capped logits, L-logits-*; LayerNorm without bias,
 L-center-*; norms of all heads together, L-joint-*; heads rotated in part or for longer contexts, L-partial-*, L-rope-*."""
 
+import math
 from itertools import product
 
 import torch
@@ -66,11 +67,11 @@ def mapped_logits_backward(rng: RandomInputs) -> float:
     for s, c in MAPS:
         y = logits.forward(a, s, c)
         ours = logits.delta_prev(loss.delta_logits(torch.softmax(y, 1), targets), y, s, c)
-        errors.append(
-            gradient_error(
-                ours, lambda a, s=s, c=c: F.cross_entropy(_mapped(a, s, c), targets, reduction="sum"), a, 1.0, rng
-            )
-        )  # type: ignore[misc]
+
+        def by_torch(a: Tensor, s: float = s, c: float | None = c) -> Tensor:
+            return F.cross_entropy(_mapped(a, s, c), targets, reduction="sum")
+
+        errors.append(gradient_error(ours, by_torch, a, torch.ones((), dtype=torch.float64), rng))
     return max(errors)
 
 
@@ -236,7 +237,7 @@ def rotary_longrope(rng: RandomInputs) -> float:
     return max(
         relative_error(y, expected),
         relative_error(rotary.longrope(theta, [3.0] * len(theta)), rotary.linear(theta, 3.0)),
-        abs(4096 ** (m * m - 1) / 32 - 1),
+        abs(math.pow(4096, m * m - 1) / 32 - 1),
         mismatch((rotary.longrope_attention_factor(1.0, 4096), 1.0)),
     )
 
