@@ -103,6 +103,12 @@ YARN_ONE_SCALE = {**YARN, "mscale": 0.7}  # one of the two scales alone has no e
 # the blend would end above the last pair of a head; it would end below the first
 YARN_WIDE_BLEND = {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 2000}
 YARN_NO_BLEND = {**YARN, "original_max_position_embeddings": 4}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.3], "long_factor": [1.5, 4.0], "factor": 2.0,
+    "original_max_position_embeddings": 256, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+LOCAL_LINEAR = {"full_attention": {**LINEAR, "rope_theta": 100.0}, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
+LOCAL_YARN = {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 10000.0}}
 WIDE = {"head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128}
 
 
@@ -205,6 +211,26 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     },
     "qwen2, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
     "qwen3, yarn": {"rope_parameters": YARN_ONE_SCALE, **WIDE},
+    "gemma2, scores by the width of a head": {
+        "query_pre_attn_scalar": 4, "num_hidden_layers": 3, "tie_word_embeddings": True,
+    },
+    "gemma3_text, scores by the width of a head": {
+        "query_pre_attn_scalar": 4, "num_hidden_layers": 7, "sliding_window": 4, "rope_parameters": LOCAL_LINEAR,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+    },
+    "gemma3_text, windows by layer": {"query_pre_attn_scalar": 4, "final_logit_softcapping": 1.5, "sliding_window": 4},
+    "gemma3_text, no window": {"query_pre_attn_scalar": 4, "layer_types": ["full_attention"] * 2},
+    "olmo3, one base, untied": {
+        "tie_word_embeddings": False, "sliding_window": 4, "num_hidden_layers": 5, "layer_types": None,
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
+    },
+    "olmo3, yarn, untied": {
+        "tie_word_embeddings": False, "sliding_window": 4, "rope_parameters": LOCAL_YARN, "hidden_size": 48,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128,
+    },
+    "phi3, longrope": {
+        "rope_parameters": LONGROPE, "max_position_embeddings": 512, "original_max_position_embeddings": 256,
+    },
     "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
     "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},

@@ -140,7 +140,7 @@ def generate(
     if model is None:
         console.note(f"from {folder}")
     prompts, answers = _formatted(folder, known.tokenizer, asked, "chat" if chat else format)
-    encoded = [known.tokenizer.encode(one) for one in prompts]
+    encoded = [known.tokenizer.encode_prompt(one) for one in prompts]
     if not all(encoded):
         raise HandgradError("the prompt is empty: give at least one character")
     limit = network.config.n_context
@@ -202,7 +202,7 @@ def _print_cost(folder: Path, bits: int | None, text: str) -> None:
         raise HandgradError("--cost compares low-bit weights with the model's own: give --bits 8 or --bits 4 as well")
     passage = PASSAGE if text == "sample" else read_text(Path(text))
     low_bit = open_folder(folder, bits=bits)
-    ids = model_text(low_bit).tokenizer.encode(passage)
+    ids = model_text(low_bit).tokenizer.encode_prompt(passage)
     plain = open_folder(folder, "float32")
     sys.stdout.write(f"{bits} bits: {measure_cost(plain, low_bit, ids)}\n")
 
