@@ -77,7 +77,8 @@ browser:
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models and shapes, corrupted files, broken formulas, masks, kills
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: every family in every way, audits of random models and shapes, corrupted files, broken formulas, masks, kills
+	HANDGRAD_FAMILIES=all $(BIN)/python -m pytest tests/families tests/model tests/inference/test_engine.py tests/audit/test_audit.py
 	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	HANDGRAD_SHAPES=200 $(BIN)/python -m pytest tests/model/test_gpt.py -k random_shapes
