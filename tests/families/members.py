@@ -212,7 +212,7 @@ PLAIN = {
 }
 # One family of every mechanism: plain, fused matrices, norms of q and k, unrotated blocks, two norms of a branch and a local
 # rotation, caps, norms after the branches, parallel branches with one norm and with two, scales, LayerNorm with a plain
-# feed-forward part, experts that are shared behind a gate, and chosen by groups beside a dense block. make long: all of them.
+# feed-forward part, experts shared behind a gate, experts chosen by groups beside a dense block. make long: all families.
 MECHANISMS = (
     "gpt2", "llama", "phi3", "qwen3", "smollm3", "gemma3_text", "gemma2", "olmo2", "cohere", "gpt_neox", "granite",
     "starcoder2", "qwen2_moe", "dots1",
