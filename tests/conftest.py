@@ -166,12 +166,14 @@ def fork_server() -> subprocess.Popen[str]:
     return subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
 
-def run_processes(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_processes(
+    n: int, *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command or a script in n processes of one group; much faster to start than torchrun."""
     server = fork_server()
     assert server.stdin is not None and server.stdout is not None
     words = list(map(str, arguments))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = environment or os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "std"
         request = {"processes": n, "arguments": words, "folder": os.getcwd(), "output": str(output)}
