@@ -48,14 +48,14 @@ test: style browser
 
 # What a change breaks first, in about a minute: style, types, the ops, the checks of one layer, every gradient of a small model.
 quick: style types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/ops tests/test_rules.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes 2 tests/ops tests/test_rules.py
 	$(BIN)/handgrad verify --only 'E-ln-*'
 	$(BIN)/handgrad verify --model nano
 
-# One process per core and one more, because many tests wait for processes; one thread each. Idle workers take over tests of others.
+# One process per core and one more, because many tests wait for processes; one thread each.
 run-tests: $(VENV)/.ready-for-tests
 	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))') --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))')
 
 # The explain page is tested in a real browser: Debian's Chromium without windows, which needs half the time of the whole one,
 # if it is or can be installed, or any installed Chromium. BROWSER=0: none.

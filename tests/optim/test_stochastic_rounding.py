@@ -141,7 +141,7 @@ def test_updates_that_bfloat16_loses_add_up() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 def test_the_expected_update_is_that_of_float32(kind: str, factor: float) -> None:
-    """The mean of an update over many parameters and seeds, with the factor of clipping; the optimizer's state is the same."""
+    """The mean of an update over parameters and seeds, with the factor of clipping; the optimizer's state is the same."""
     start, grad = torch.randn(2, 5, 3).bfloat16()
     exact = nn.Parameter(start.float())
     reference = optim.maker(kind, 1e-2, 0.1, (0.9, 0.99))([exact])

@@ -259,6 +259,7 @@ def test_a_killed_run_keeps_its_bits_when_the_load_changes(text: Path) -> None:
     assert process.wait() == -signal.SIGKILL
     assert not Path("run/checkpoints/step-00000010").exists()
     number = json.loads(Path("run/run.json").read_text())["threads"]
+    assert run_processes(1, "--version").returncode == 0  # what forks has been imported
     with busy_cores(machine.available_cores()):
         done = run_processes(1, *command, "--resume", environment=own)
     assert done.returncode == 0 and "resuming run from step" in done.stdout, done.stderr
