@@ -6,7 +6,9 @@ import json
 import os
 import selectors
 import struct
+import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NoReturn
@@ -134,6 +136,9 @@ def run(config: pytest.Config, groups: list[list[pytest.Item]], tasks: int, pipe
             item = following
         config._ensure_unconfigure()
         code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 
