@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -228,9 +229,6 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "tie_word_embeddings": False, "sliding_window": 4, "rope_parameters": LOCAL_YARN, "hidden_size": 48,
         "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128,
     },
-    "phi3, longrope": {
-        "rope_parameters": LONGROPE, "max_position_embeddings": 512, "original_max_position_embeddings": 256,
-    },
     "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
     "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
@@ -280,7 +278,22 @@ def family_of(name: str) -> str:
 PLAIN = {
     family: next(n for n in MEMBERS if family_of(n) == family and n.split()[1] in ("3", "tied")) for family in FAMILIES
 }
-TYPICAL = [f"{name}, window" if family.windows else PLAIN[name] for name, family in FAMILIES.items()]
+# One family of every mechanism: plain, fused matrices, norms of q and k, unrotated blocks, two norms of a branch and a local
+# rotation, caps, norms after the branches, parallel branches with one norm and with two, scales, LayerNorm with a plain
+# feed-forward part, experts shared behind a gate, experts chosen by groups beside a dense block. make long: all families.
+MECHANISMS = (
+    "gpt2", "llama", "phi3", "qwen3", "smollm3", "gemma3_text", "gemma2", "olmo2", "cohere", "gpt_neox", "granite",
+    "starcoder2", "qwen2_moe", "dots1",
+)  # fmt: skip
+ALL = os.environ.get("HANDGRAD_FAMILIES") == "all"
+# one of each family; of each mechanism; and whatever differs from them in more than how many queries share a key
+EACH = [f"{name}, window" if family.windows else PLAIN[name] for name, family in FAMILIES.items()]
+TYPICAL = [name for name in EACH if ALL or family_of(name) in MECHANISMS]
+DISTINCT = [
+    name for name in MEMBERS
+    if ALL or name in EACH or name.startswith("llama,") or not name.endswith((" to a key", ", biases", ", window"))
+    or (name.endswith("biases") and family_of(name) in MECHANISMS)
+]  # fmt: skip
 
 
 def transformers_model(name: str, **changes: Any) -> Any:

@@ -73,7 +73,6 @@ ONE_BLOCK = {
     "gpt2": {"n_layer": 1},
     "lfm2": {"num_hidden_layers": 2},
     "gpt_bigcode": {"n_layer": 1},
-    "lfm2": {"num_hidden_layers": 2},
     "cohere2": {"layer_types": ["sliding_attention"]},
     "gemma3_text": {"layer_types": ["sliding_attention"]},
     "olmo3": {"layer_types": ["full_attention"]},

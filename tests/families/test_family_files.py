@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from members import (
+    DISTINCT,
     FAMILIES,
     LENGTHS,
     LIMIT,
     LLAMA3,
     LLAMA_LIKE,
-    MEMBERS,
     MORE,
     NO_TOKEN_IDS,
     PLAIN,
@@ -83,7 +83,7 @@ def copy_of(originals: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]
 # ── both directions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
     theirs = transformers_model(name)
     theirs.save_pretrained(tmp_path / "theirs")

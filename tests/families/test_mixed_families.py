@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from members import LENGTHS, MEMBERS, TYPICAL, batch, transformers_model
+from members import DISTINCT, LENGTHS, TYPICAL, batch, transformers_model
 
 import handgrad as hg
 from handgrad.model.precision import why_not_mixed
@@ -44,7 +44,7 @@ def load(name: str, folder: Path) -> hg.GPT:
     return model
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_step_is_that_of_float32_up_to_rounding(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path / "m")
     exact = gradients(model)

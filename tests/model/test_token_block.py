@@ -8,7 +8,7 @@ from torch import Tensor
 
 import handgrad as hg
 from conftest import ROUNDING, perturb
-from families.members import MEMBERS, transformers_model
+from families.members import DISTINCT, transformers_model
 from handgrad.inference.kv_cache import Cache
 from handgrad.inference.token_block import describe
 from handgrad.kernels import library
@@ -67,7 +67,7 @@ def known(block: Block) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_every_family(name: str, dtype: str, tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     model = hg.load(tmp_path / "m", dtype=dtype)

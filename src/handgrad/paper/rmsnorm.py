@@ -63,10 +63,10 @@ def grad_w_heads(deltas: Sequence[Tensor], heads: Sequence[Forward]) -> Tensor:
 def forward_joint(q: Sequence[Tensor], w: Tensor, eps: float) -> tuple[list[Tensor], Forward]:
     """A q/k norm of all heads together: one rms of the n_h d_ρ features of a token, w (n_h d_ρ). The heads, and the norm"""
     f = forward(torch.cat(tuple(q), 1), w, eps)
-    return list(f.a.split([q_h.shape[1] for q_h in q], 1)), f
+    return list(torch.split(f.a, [q_h.shape[1] for q_h in q], 1)), f
 
 
 def delta_prev_joint(deltas: Sequence[Tensor], f: Forward, w: Tensor) -> list[Tensor]:
     """Δ^h_{i−1}: every head's depends on all heads"""
     delta = delta_prev(torch.cat(tuple(deltas), 1), f.a_bar, f.rms, w)
-    return list(delta.split([d.shape[1] for d in deltas], 1))
+    return list(torch.split(delta, [d.shape[1] for d in deltas], 1))

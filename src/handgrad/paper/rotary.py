@@ -120,7 +120,8 @@ def longrope_attention_factor(factor: float, n_original: int) -> float:
 
 def dynamic_base(d_rho: int, base: float, factor: float, n_context: int, n: int) -> float:
     """The base of a sequence of n tokens: b (f n/N − f + 1)^(d_ρ/(d_ρ − 2)) beyond the context N, and b within it"""
-    return base * (factor * max(n, n_context) / n_context - factor + 1) ** (d_rho / (d_rho - 2))
+    grown = factor * max(n, n_context) / n_context - factor + 1
+    return base * math.pow(grown, d_rho / (d_rho - 2))
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
