@@ -75,9 +75,6 @@ def _layout(
         return "attention dropout"
     if any(options.get(name) is not None and options[name] is not False for name in _CHANGES_SCORES):
         return "an option that changes the scores"
-    scale = options.get("scaling")
-    if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) > 1e-9:
-        return "scores are not divided by the root of the head's width"
     groups = getattr(module, "num_key_value_groups", 1)
     if q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0]:
         return "keys of earlier calls"
@@ -87,8 +84,13 @@ def _layout(
     if mask is None:
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        return causal_layout(batch, length) if causal or length == 1 else "attention that is not causal"
-    return layout_of(mask, batch, length, options.get("sliding_window"))
+        found: Layout | str = causal_layout(batch, length) if causal or length == 1 else "attention that is not causal"
+    else:
+        found = layout_of(mask, batch, length, options.get("sliding_window"))
+    scale = options.get("scaling")
+    if isinstance(found, str) or scale is None or abs(scale * q.shape[-1] ** 0.5 - 1) <= 1e-9:
+        return found
+    return found._replace(scores=found.scores._replace(scale=scale))
 
 
 def layout_of(mask: Tensor, batch: int, length: int, window: int | None) -> Layout | str:

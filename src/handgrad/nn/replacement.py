@@ -20,14 +20,15 @@ from .fused_loss import CausalLMPart
 from .parts import Part
 
 # Where transformers keeps the code of our families.
-MODULES = {f"transformers.models.{name}.modeling_{name}" for name in FAMILIES}
+MODULES = {f"transformers.models.{x}.modeling_{x}" for x in (name.removesuffix("_text") for name in FAMILIES)}
 KINDS = {
-    parts.LayerNorm: "norm", parts.RMSNormPart: "norm", parts.Linear: "linear", parts.Conv1DPart: "linear",
+    parts.LayerNorm: "norm", parts.NormPart: "norm", parts.Linear: "linear", parts.Conv1DPart: "linear",
     parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
 # What modules hold while replaced.
 _SETTINGS = (
-    "_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent", "_handgrad_precision",
+    "_handgrad_activation", "_handgrad_norm", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent",
+    "_handgrad_precision",
 )  # fmt: skip
 
 
@@ -156,11 +157,13 @@ def _swap_all(result: Replacement, loss: bool) -> None:
 
 
 def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -> None:
-    activation = parts.Activation(module) if part is parts.FeedForwardPart else None
+    known: dict[str, Any] = {}
+    if part is parts.FeedForwardPart:
+        known["_handgrad_activation"] = parts.Activation(module)
+    if part is parts.NormPart:
+        known["_handgrad_norm"] = parts.norm_kind(module)
     parts.swap(module, part)
-    module.__dict__.update(_handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
-    if activation is not None:
-        module.__dict__["_handgrad_activation"] = activation
+    module.__dict__.update(known, _handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
     if KINDS[part] == "norm":
         module.__dict__["_handgrad_parent"] = result.model.get_submodule(name.rpartition(".")[0])
     result.swapped[name] = module
@@ -174,8 +177,6 @@ def _replace_attention(result: Replacement, name: str, module: Any) -> None:
         result.left[name] = "attention that is not causal"
     elif config._attn_implementation not in (attention_function.ORIGINAL, attention_function.NAME):
         result.left[name] = f"attn_implementation is {config._attn_implementation!r}: load the model with 'sdpa'"
-    elif abs(module.scaling * module.head_dim**0.5 - 1) > 1e-9:
-        result.left[name] = "scores are not divided by the root of the head's width"
     else:
         attention_function.register()
         config._attn_implementation = attention_function.NAME
@@ -222,8 +223,8 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
         fits = len(me.normalized_shape) == 1 and me.bias is not None
         return (parts.LayerNorm, "") if fits else (None, "not a norm over one dimension with weight and bias")
     if _of_a_family(me):
-        if kind.endswith("RMSNorm"):
-            return parts.RMSNormPart, ""
+        if kind.endswith("Norm"):
+            return (parts.NormPart, "") if parts.norm_kind(me) else (None, f"no hand-derived {kind}")
         if kind.endswith("MLP"):
             return _feed_forward(me)
         if kind.endswith(("ForCausalLM", "LMHeadModel")):
@@ -243,10 +244,9 @@ def _is_adapter(module: nn.Module) -> bool:
 
 def _feed_forward(module: nn.Module) -> tuple[type[Part] | None, str]:
     found = parts.Activation(module)
-    if not found.name:
-        return None, f"no hand-derived activation {type(found.act).__name__}"
-    reason = parts.why_not_layers(module, found.attribute)
-    return (None, reason) if reason else (parts.FeedForwardPart, "")
+    if reason := parts.why_not_layers(module, found.attribute):
+        return None, reason
+    return (parts.FeedForwardPart, "") if found.name else (None, f"no hand-derived activation {type(found.act).__name__}")
 
 
 def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
@@ -254,4 +254,9 @@ def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
         return None, ""
     if type(model.lm_head) is not nn.Linear:
         return None, f"the logits layer is a {type(model.lm_head).__name__}: logits and loss stay separate"
+    fields = {ours: field for field, ours in FAMILIES[model.config.model_type].fields.items()}
+    if getattr(model.config, fields.get(("logit_cap",), ""), None) is not None:
+        return None, "its logits are capped: logits and loss stay separate"
+    if ("logit_scale",) in fields and model.lm_head.bias is not None:  # else the input of the layer is scaled as well
+        return None, "its logits are scaled after a bias: logits and loss stay separate"
     return CausalLMPart, ""
