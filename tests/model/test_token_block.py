@@ -14,6 +14,7 @@ from handgrad.inference.token_block import describe
 from handgrad.kernels import library
 from handgrad.model.gpt import GPT
 from handgrad.model.passes.arguments import Pass
+from handgrad.model.steps import PAPER_BLOCK
 from handgrad.model.storage.quantize import quantize
 from handgrad.proof.oracles import relative_error
 
@@ -31,16 +32,16 @@ def both_ways(model: GPT) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         for new in (list(zip(slots, LENGTHS, strict=True)), [(slot, 1) for slot in slots]):
             step = cache.step(new)
             ids = torch.randint(model.config.n_vocab, (step.n,))
-            rotation = model.rotation(step.positions)
+            rotations = model.rotations(step.positions, [99] * len(new), rows=[count for _, count in new])
             a = model.embeddings(ids, step.positions)
             if at_once and step.places is not None:
                 blocks = describe(model)
                 assert blocks is not None
-                blocks.forward(a, step.places, rotation)
+                blocks.forward(a, step.places, rotations[0] if rotations else None)
             else:
                 for i, block in enumerate(model.blocks):
                     with model.weights(block, generating=True) as weights:
-                        a = block.forward(a, Pass(rotation=rotation, cache=step.block(i), weights=weights))[0]
+                        a = block.forward(a, Pass(rotations=rotations, cache=step.block(i), weights=weights))[0]
             step.finish()
         pool = slots[0].pool
         assert pool is not None
@@ -60,7 +61,9 @@ def assert_equal(model: GPT, limit: float) -> None:
 def test_every_family(name: str, dtype: str, tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     model = hg.load(tmp_path / "m", dtype=dtype)
-    if model.config.activation not in ("silu", "gelu_tanh"):
+    c, steps = model.config, [str(step) for block in model.blocks for step in block.steps()]
+    unknown = [x for x in steps if not any(x in forms for forms in PAPER_BLOCK)]
+    if c.activation not in ("silu", "gelu_tanh") or c.gain_offset or not c.norm_bias or c.parallel or unknown:
         assert describe(model) is None
         return
     assert_equal(model, ROUNDING[model.dtype])
@@ -89,6 +92,8 @@ def test_low_bits(preset: str, bits: int) -> None:
 
 
 def test_what_has_no_kernel() -> None:
+    assert describe(hg.GPT(hg.preset("nano-llama", gain_offset=1.0))) is None
+    assert describe(hg.GPT(hg.preset("nano", norm_bias=False))) is None
     assert describe(hg.GPT(hg.preset("nano"), dtype="bfloat16")) is None
     with library.disabled():
         assert describe(hg.GPT(hg.preset("nano"))) is None

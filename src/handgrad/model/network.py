@@ -257,14 +257,21 @@ class Network(Parts):
             if alone:
                 self.scratch.clear()
 
-    def rotations(self, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype | None = None) -> Rotations:
-        """cos and sin of these positions, in sequences of these lengths, for every table of frequencies that the blocks have;
-        nothing without rotary positions."""
+    def rotations(
+        self,
+        positions: Tensor,
+        lengths: Sequence[int],
+        dtype: torch.dtype | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Rotations:
+        """cos and sin of these positions, in sequences of these lengths, for every table of frequencies that the blocks
+        have; nothing without rotary positions. `rows`: how many of the positions are of each sequence, if not all."""
         wide = torch.promote_types(self.dtype, torch.float32) if dtype is None else dtype
-        return tuple(self._rotation(table, positions, lengths, wide) for table in self.config.rotary_tables())
+        tables = self.config.rotary_tables()
+        return tuple(self._rotation(table, positions, lengths, wide, rows or lengths) for table in tables)
 
     def _rotation(
-        self, table: RotaryTable, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype
+        self, table: RotaryTable, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         c, limit = self.config, table.scaling.original_max_position_embeddings
         of = partial(rotary.frequencies, c.rotary_width_of_head, table.base, table.scaling, dtype, self.device)
@@ -272,7 +279,7 @@ class Network(Parts):
         cos, sin = rotary.angles(positions, theta, factor)
         if table.scaling.rope_type == "longrope" and limit is not None and any(n > limit for n in lengths):
             long = torch.tensor([n > limit for n in lengths], device=self.device)
-            long = long.repeat_interleave(torch.tensor(lengths, device=self.device))[:, None]
+            long = long.repeat_interleave(torch.tensor(rows, device=self.device))[:, None]
             others = rotary.angles(positions, of(long=True)[0], factor)
             cos, sin = (torch.where(long, other, x) for other, x in zip(others, (cos, sin), strict=True))
         return cos, sin
