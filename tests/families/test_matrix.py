@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import handgrad as hg
 from conftest import perturb
+from handgrad.auditing.model.points import points_of
 from handgrad.explain_page.follow.follow import follow
 from handgrad.explain_page.proofs.prover import CheckResults, Prover
 from handgrad.explain_page.session.session import Session
@@ -212,11 +213,13 @@ def test_the_proofs(case: Case) -> None:
 
 def test_the_audit(case: Case) -> None:
     tokens = case.tokens[:10].view(2, 5)
+    if case.sparse:
+        pytest.skip("experts are matrices of their own in files, and side by side in transformers' models")
     report = hg.audit(case.theirs, {"input_ids": tokens, "labels": tokens}, setup=False)
     assert report.passed, str(report)
+    assert not report.notes
     assert sum(x.kind == "gradient" for x in report.compared) == len(list(case.theirs.parameters()))
-    points = 2 + sum(len(step.outputs) for block in case.model.blocks for step in block.steps())
-    assert sum(x.kind == "error signal" for x in report.compared) >= points
+    assert sum(x.kind == "activation" for x in report.compared) == len(points_of(case.model))
 
 
 def test_a_wrapped_model(case: Case) -> None:

@@ -171,7 +171,7 @@ def test_unknown_steps_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         require_block(steps, "the reader")
     with pytest.raises(UnknownStep, match="expects the step 'skip_10: add of a_5, a_9 → a_10'"):
         require_block(STEPS_OF(model.blocks[0])[:-1], "the reader")
-    with pytest.raises(UnknownStep, match="the plan does not know the step 'dummy'"):
+    with pytest.raises(UnknownStep, match="the plan cannot read the step 'dummy'"):
         make_plan(model.config, batch=1)
     with pytest.raises(UnknownStep, match="the reference cannot read the step 'dummy'"):
         hg.verify(model, prompt, prompt)

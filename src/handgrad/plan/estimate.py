@@ -19,8 +19,8 @@ from ..lora import peft
 from ..model.block import Block
 from ..model.config import ModelConfig, preset
 from ..model.precision import why_not_mixed
-from ..model.steps import require_block
-from .flop import Work, flop
+from ..model.steps import require
+from .flop import KINDS, Work, flop
 from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
@@ -132,7 +132,8 @@ def make_plan(
             f"packed weights are frozen, and a plan without adapters trains them: give {option('rank')} as well"
         )
 
-    require_block(Block(config, 0, torch.device("meta")).steps(), "the plan")
+    for i in range(config.n_blocks):
+        require(Block(config, i, torch.device("meta")).steps(), KINDS, "the plan")
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
     total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)

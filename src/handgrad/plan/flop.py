@@ -9,9 +9,10 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
 from ..ops.loss import NO_TARGET
-from .outline import LinearLayer, linear_layers
+from .outline import LinearLayer, linear_layers, outline
 from .parameters import Ranks
 
+KINDS = ("norm", "attention", "linear", "activation", "gated", "add")  # of steps whose work is counted
 Pairs = dict[int | None, int]  # (query, key) pairs of a block by its window; None: no window
 
 
@@ -72,7 +73,8 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         if first > last:
             return 0
         inner, final = (sum(rows(layer, i) * layer.products for layer in in_block) for i in (-1, last))
-        pairs = sum(work.pairs[c.window_of(i)] for i in range(first, last)) + work.row_pairs[c.window_of(last)]
+        of_last = work.row_pairs if outline(c).blocks[0].leaves_rows_out else work.pairs
+        pairs = sum(work.pairs[c.window_of(i)] for i in range(first, last)) + of_last[c.window_of(last)]
         return (last - first) * inner + final + per_pair * pairs
 
     of_head = work.rows * layers[head].products
@@ -83,9 +85,9 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
     if not ranks:
         backward += blocks(lowest, 0) + of_head
     elif lowest <= last:
-        # no layer below the lowest q, k and v needs their error signal
-        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block if layer.reads_a_2)
-        unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_a_2)
+        # no layer below the lowest q, k and v, or what is parallel to them, needs their error signal
+        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block if layer.reads_first)
+        unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_first)
         backward -= sum(rows(layer, lowest) * rank * layer.f_in for layer, rank in unneeded)
     if recompute == "blocks":
         in_blocks = (x for x, (_, i, _) in zip(branches, adapted, strict=True) if i is not None)

@@ -45,7 +45,7 @@ class LinearLayer:
     f_in: int
     f_out: int
     every_row: bool = False  # needed for every token; the last block computes others only for tokens with a target
-    reads_a_2: bool = False  # q, k or v
+    reads_first: bool = False  # what the block's first branches read: q, k and v, and w_6 of a parallel branch
     part_of: str | None = None  # the layer in which it is stored beside others
 
     @property
@@ -59,8 +59,12 @@ def linear_layers(config: ModelConfig) -> dict[str, LinearLayer]:
     """Every linear layer by its name inside a block, and the head. Those stored side by side are also listed one by one:
     attn.c_attn.q, attn.c_attn.k and attn.c_attn.v are parts of attn.c_attn."""
     model = outline(config)
-    first, *others = inputs = model.blocks[0].attn.projections()
-    every_row = list(others) if _is_single(first) else list(inputs)  # a separate query: only where needed
+    block = model.blocks[0]
+    inputs = [x for path in block.halves()[0].paths for branch in path.branches for x in branch.layers.projections()]
+    first, *others = block.attn.projections()
+    every_row = [*others] if _is_single(first) else [first]  # a separate query: only where needed
+    if not block.leaves_rows_out:
+        every_row = [layer for path, layer in layers_of(model).items() if layer is not model.head]
     found: dict[str, LinearLayer] = {}
     for path, layer in layers_of(model).items():
         name = without_block(path)
