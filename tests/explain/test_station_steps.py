@@ -102,7 +102,8 @@ def test_a_norm_after_each_branch_has_a_station_and_its_cells_can_be_followed(
     assert stations["blocks.1.a_5"].outgoing == ("blocks.1.delta_4_normed",)
     session.network, session.stations = network, list(stations.values())
     entries = {entry["id"]: entry for entry in table_of(session)["stations"]}
-    assert entries["blocks.1.a_10"]["skips_from"] == "blocks.1.a_5" and entries["blocks.1.a_5"]["skips_from"] is None
+    assert entries["blocks.1.a_10"]["reads"] == ["blocks.1.a_5", "blocks.1.a_9"]
+    assert entries["blocks.1.a_5"]["reads"] == [None, "blocks.1.a_4"]
     assert entries["blocks.1.a_4_normed"]["symbol"] == "a₄_normed" and entries["blocks.1.a_9"]["more"] == ["neurons"]
 
     t = Tensors(model, trace, network)

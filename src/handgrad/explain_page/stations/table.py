@@ -69,7 +69,7 @@ def stations_of(model: GPT, network: Network) -> list[Station]:
         found.append(
             Station(
                 **vars(_ABOUT[step.kind](step, network, model)),
-                id=_id(step),
+                id=_id(step, network),
                 kind=step.kind,
                 block=step.block,
                 inputs=step.inputs,
@@ -82,13 +82,14 @@ def stations_of(model: GPT, network: Network) -> list[Station]:
     return found
 
 
-def _id(step: NetworkStep) -> str:
-    """The name of its output. Several outputs stand at the number after that of the input: gate and up at a_7."""
+def _id(step: NetworkStep, network: Network) -> str:
+    """The name of its output. Several outputs stand at the number before that of what is computed from them: gate and up at
+    a_7."""
     if step.kind in ("embedding", "loss"):
         return {"embedding": "a_1", "loss": "loss"}[step.kind]
     if len(step.outputs) == 1:
         return step.outputs[0]
-    return f"{step.here}a_{int(letter_of(step.inputs[0])) + 1}"
+    return f"{step.here}a_{int(letter_of(network.readers(step.outputs[0])[0].outputs[0])) - 1}"
 
 
 def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
@@ -101,7 +102,10 @@ def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
 # ── what is told about a kind of step ───────────────────────────────────────────────────────────────────────────────
 
 
-TITLES = {"norm_1": "First norm", "norm_5": "Second norm", "last_norm": "Last norm", "head": "Logits"}
+TITLES = {
+    "norm_1": "First norm", "norm_5": "Second norm", "norm_4": "Norm after attention", "norm_9": "Norm after the branch",
+    "last_norm": "Last norm", "head": "Logits",
+}  # fmt: skip
 SUMMARIES = {
     "projection": "Mixes the outputs of all heads, side by side, into one vector of the residual stream's width.",
     "contract": "Maps back to the stream's width: each hidden value adds its row of {w}, scaled by that value.",
@@ -120,19 +124,25 @@ def _title(step: NetworkStep) -> str:
 
 
 def _embedding(step: NetworkStep, network: Network, model: GPT) -> About:
-    return end_formulas.embedding(model.config.tied, positions="w_pos" in model.tables())
+    return end_formulas.embedding(model.config.tied, "w_pos" in model.tables(), model.embed.scale)
 
 
 def _norm(step: NetworkStep, network: Network, model: GPT) -> About:
     (name,), (output,) = step.inputs, step.outputs
     number, layer = step.norm()
-    beside = [x for other in network.readers(name) if other.kind == "add" for x in other.signals]
-    return replace(formulas.norm(layer, number, (name, output), beside), title=_title(step))
+    return replace(formulas.norm(layer, number, (name, output), _back(step, network)), title=_title(step))
+
+
+def _back(step: NetworkStep, network: Network) -> str:
+    """In LaTeX, what is added to what a step sends back to its input: + Δ_5"""
+    signals, more = network.beside(step, step.inputs[0])
+    return "".join(f"{written(x)} + " for x in signals) + (r"(\text{through the other branch}) + " if more else "")
 
 
 def _attention(step: NetworkStep, network: Network, model: GPT) -> About:
     assert step.block is not None
-    return attention(model.blocks[step.block].attn, model.config, step.inputs[0], step.outputs[0])
+    attn, back = model.blocks[step.block].attn, _back(step, network)
+    return attention(attn, model.config, (step.inputs[0], step.outputs[0]), step.block, back)
 
 
 def _linear(step: NetworkStep, network: Network, model: GPT) -> About:
@@ -150,7 +160,8 @@ def _linear(step: NetworkStep, network: Network, model: GPT) -> About:
     several = len(step.outputs) > 1
     w = "w" + (subscript(int(number)) if number.isdigit() else f"_{number}")
     summary = BRANCHES if several else SUMMARIES.get(step.name, MATRIX).format(w=w)
-    made = formulas.linear(step.inputs[0], branches, _title(step), summary, "L-gate-branches" if several else "")
+    beyond, back = "L-gate-branches" if several else "", _back(step, network)
+    made = formulas.linear(step.inputs[0], branches, (_title(step), summary), beyond, back)
     if several:
         sources = (*made.sources, ("backward", "paper/gated.py delta_prev"))
         made = replace(made, forward=(*made.forward, *joined), sources=sources, derived_in=("gated",))
@@ -166,15 +177,15 @@ def _tied(made: About, model: GPT) -> About:
     """The head with the weight of the embedding."""
     backward = made.backward
     if not model.head.adapted:  # one gradient for both uses
-        both = r"\partial w_{\mathrm{tok}} = \Delta_{12}^t a_{11} + \mathrm{ohe}(a_0)^t \Delta_1"
+        scale = "" if model.embed.scale == 1 else rf"{model.embed.scale:.4g} \, "
+        both = rf"\partial w_{{\mathrm{{tok}}}} = \Delta_{{12}}^t a_{{11}} + {scale}\mathrm{{ohe}}(a_0)^t \Delta_1"
         backward = (*backward[:-1], Formula(both, "Table 3, R9"))
     sources = (*made.sources, ("backward", "model/layers/linear.py Linear.accumulate_weight"))
     return replace(made, backward=backward, errata=(*made.errata, "R9"), sources=sources)
 
 
 def _add(step: NetworkStep, network: Network, model: GPT) -> About:
-    stream, branch = step.inputs
-    return formulas.skip((stream, branch), step.outputs[0])
+    return formulas.skip(step.inputs, step.outputs[0], step.scale)
 
 
 def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
@@ -187,7 +198,7 @@ def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
 
 
 def _loss(step: NetworkStep, network: Network, model: GPT) -> About:
-    return end_formulas.loss()
+    return end_formulas.loss(model.logit_map)
 
 
 _ABOUT: dict[str, Callable[[NetworkStep, Network, GPT], About]] = {

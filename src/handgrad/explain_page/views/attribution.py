@@ -69,7 +69,7 @@ def _chosen(sentence: TracedSentence) -> int:
     position = getattr(sentence.objective, "position", None)
     if position is not None:
         return int(position)
-    losses = losses_of(sentence.trace["a_12"][:-1], sentence.targets[0, :-1])
+    losses = losses_of(session.logits(sentence)[:-1], sentence.targets[0, :-1])
     first = CONTEXT if len(losses) > 2 * CONTEXT else 0  # a word at the beginning depends on almost nothing
     return max(range(first, len(losses)), key=lambda t: losses[t])
 

@@ -169,7 +169,7 @@ def depends_on(session: Session, sentence: TracedSentence, station: Station) -> 
 
 def positions(session: Session, sentence: TracedSentence, *, top: int = 5, bars: int = 6) -> list[LossPosition]:
     """Return, for every position, the target, the most probable tokens, and the largest entries of Δ_12."""
-    logits, delta = sentence.trace["a_12"], sentence.trace["delta_12"]
+    logits, delta = session.logits(sentence), sentence.trace["delta_12"]
     rows: list[LossPosition] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         row = position_of(session, log_chances(logits[t]), sentence.ids[t], target, top)

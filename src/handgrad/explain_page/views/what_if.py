@@ -109,7 +109,9 @@ def _additions(network: Network, block: int) -> list[NetworkStep]:
 
 def _past(network: Network, addition: NetworkStep) -> str:
     """What a skip connection passes by."""
-    return "attention" if "attention" in [step.kind for step in network.branch(addition)] else "feed-forward layer"
+    branches = network.branches(addition)
+    names = ("attention" if "attention" in [step.kind for step in x] else "feed-forward layer" for x in branches)
+    return " and ".join(names)
 
 
 def signal_at(t: Trace, place: Place) -> tuple[Tensor, Tensor]:
