@@ -16,9 +16,12 @@ from handgrad.auditing.model.points import points_of
 from handgrad.explain_page.follow.follow import follow
 from handgrad.explain_page.proofs.prover import CheckResults, Prover
 from handgrad.explain_page.session.session import Session
-from handgrad.explain_page.views import attribution as attribution_view
+from handgrad.explain_page.views import attention as attention_view
+from handgrad.explain_page.views import lens as lens_view
+from handgrad.explain_page.views import neurons as neurons_view
 from handgrad.explain_page.views import overview as overview_view
 from handgrad.explain_page.views import station as station_view
+from handgrad.explain_page.views import what_if as what_if_view
 from handgrad.model.inspect.trace import own_gradients
 from handgrad.model.passes.example_gradients import ExampleNorms, ExamplePairs
 from handgrad.model.precision import why_not_mixed
@@ -191,9 +194,22 @@ def test_the_explain_page(case: Case) -> None:
     sentence = session.sentence(TEXT)
     overview_view.table(session)
     overview_view.overview(session, sentence)
-    attribution_view.attribution  # noqa: B018
+    for block in range(2):
+        step = session.network.find(block, "attention")
+        attention_view.at_head(session, sentence, block, 1)
+        if len(session.network.readers(step.inputs[0])) == 1:  # all heads together send back Δ of what they read
+            heads = range(case.model.config.n_heads)
+            found = [attention_view._head(session.model, sentence.trace, step, h).branches for h in heads]
+            sent = sum(x for branches in found for x in branches)
+            assert relative_error(sent, sentence.trace[signal(step.inputs[0])]) <= 1e-9
+        neurons_view.neurons(session, sentence, block)
+    what_if_view.effects(session, sentence)
+    chances = sentence.trace["y_pred"][0, int(sentence.targets[0, 0])]
+    assert overview_view.overview(session, sentence)["losses"][0] == pytest.approx(-chances.log().item(), rel=1e-6)
     for station in session.stations:
         station_view.at_station(session, sentence, station)
+        if station.stream:
+            lens_view.lens(session, sentence, station)
     for name, x in sentence.trace.items():
         if not x.is_floating_point() or x.ndim not in (1, 2, 3) or "raw" in name:
             continue

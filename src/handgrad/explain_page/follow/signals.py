@@ -330,7 +330,14 @@ def _query_norm(t: Tensors, here: str, letter: str, j: int) -> Answer:
     step = next(s for s in t.steps(here, letter) if s.norm is not None)
     assert step.norm is not None
     norm, sums = wide(step.norm), []
-    for h, x in enumerate(t.wide(step.before)):
+    before = t.wide(step.before)
+    if len(norm.weight) > before.shape[2]:  # one norm over all heads: this gain is of one of them
+        h, own = divmod(j, before.shape[2])
+        flat = before.transpose(0, 1).flatten(1)
+        a_bar = norm.statistics(norm.forward(flat)[1])["a_bar"][:, j]
+        beside = number(a_bar, "ā", column(t, step.before, own, h).cell)
+        return "normalized input · Δ, over the tokens", [Sum((beside, column(t, delta_of(step.after), own, h)))]
+    for h, x in enumerate(before):
         a_bar = norm.statistics(norm.forward(x.contiguous())[1])["a_bar"][:, j]
         beside = number(a_bar, "ā", column(t, step.before, j, h).cell)
         sums.append(Sum((beside, column(t, delta_of(step.after), j, h))))
