@@ -23,13 +23,14 @@ from handgrad.explain_page.views import overview as overview_view
 from handgrad.explain_page.views import station as station_view
 from handgrad.explain_page.views import what_if as what_if_view
 from handgrad.model.inspect.trace import own_gradients
+from handgrad.model.layers.linear import Linear
 from handgrad.model.passes.example_gradients import ExampleNorms, ExamplePairs
 from handgrad.model.precision import why_not_mixed
-from handgrad.model.steps import signal
-from handgrad.model.storage.quantize import quantize
+from handgrad.model.steps import UnknownStep, signal
+from handgrad.model.storage.packed import Packed
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
-from handgrad.proof.oracles import count_multiply_adds, relative_error
+from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
 
 LENGTHS = [5, 8]
@@ -94,7 +95,7 @@ def test_edits_change_the_loss_as_the_error_signals_say(case: Case) -> None:
         if name not in case.trace:
             continue
         direction = torch.randn(case.trace[name].shape, dtype=torch.float64)
-        up, down = (case.again(edit={name: lambda a, e=e: a + e * direction}).loss for e in (1e-6, -1e-6))
+        up, down = (case.again(edit={name: lambda a, x=e * direction: a + x}).loss for e in (1e-6, -1e-6))
         slope = (case.trace[signal(name)] * direction).sum().item()
         assert (up - down) / 2e-6 == pytest.approx(slope, rel=1e-4, abs=1e-7), name
     stopped = case.again(edit={"delta_11": torch.zeros_like})
@@ -122,34 +123,41 @@ def test_gradients_of_examples(case: Case) -> None:
 
 
 def test_a_step_of_adapters(case: Case) -> None:
-    """Gradients of adapters are those of the weights they are added to, through the factors."""
+    """Gradients of adapters by differences along a random direction."""
     model = case.loaded()
-    hg.lora.inject(model, rank=2)
+    hg.lora.inject(model, rank=1)
     perturb(model, scale=0.1)
     found = gradients(model, case.tokens, case.targets, LENGTHS)
     assert found and all("down" in name or "up" in name for name in found)
-    before = model.loss(case.tokens, case.targets, LENGTHS)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name in found:
-                p -= 1e-3 * found[name] / found[name].norm().clamp_min(1e-12)
-    assert model.loss(case.tokens, case.targets, LENGTHS) < before
-    report = hg.verify(model, case.tokens, case.targets, LENGTHS)
-    assert report.passed, report.failed or report.missing
+    generator = torch.Generator().manual_seed(5)
+    directions = {n: torch.randn(x.shape, dtype=x.dtype, generator=generator) for n, x in found.items()}
+    slope = sum((x * directions[n]).sum().item() for n, x in found.items())
+    losses = []
+    for step in (1e-6, -2e-6):
+        with torch.no_grad():
+            for name, x in directions.items():
+                model.get_parameter(name).add_(x, alpha=step)
+        losses.append(model.loss(case.tokens, case.targets, LENGTHS))
+    assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope, rel=1e-4)
 
 
 def test_packed_weights(case: Case) -> None:
-    model = quantize(case.loaded("float32"), 8)
-    logits = model.logits(case.tokens, LENGTHS)
-    expected = case.model.logits(case.tokens, LENGTHS).float()
-    assert relative_error(logits, expected) < 0.2
-    hg.lora.inject(model, rank=2)
-    perturb(model, scale=0.1)
-    assert_close(
-        gradients(model, case.tokens, case.targets, LENGTHS),
-        gradients(model.double(), case.tokens, case.targets, LENGTHS),
-        1e-2,
-    )
+    """Matrices in bfloat16 bytes: logits and gradients of adapters are those of the same weights as parameters."""
+    found = []
+    for pack in (True, False):
+        model = case.loaded()
+        with torch.no_grad():
+            for layer in (x for block in model.blocks for x in block.modules() if isinstance(x, Linear)):
+                assert layer.weight is not None
+                if pack:
+                    layer.pack(Packed.of(layer.weight.detach().bfloat16()), torch.float64)
+                else:
+                    layer.weight.copy_(layer.weight.bfloat16())
+        hg.lora.inject(model, rank=1)
+        perturb(model, scale=0.0)
+        found.append(gradients(model, case.tokens, case.targets, LENGTHS))
+        found[-1]["logits"] = model.logits(case.tokens, LENGTHS)
+    assert_close(*found)
 
 
 @pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
@@ -173,14 +181,14 @@ def test_generation_equals_full_passes(case: Case) -> None:
 def test_attribution(case: Case) -> None:
     """The gradient by differences of a_1; integrated gradients add up to the difference from the baseline."""
     ids = case.tokens[:6]
-    found = hg.attribute(case.model, ids, steps=64)
+    found = hg.attribute(case.model, ids, steps=32)
     expected = torch.log_softmax(case.model.logits(ids[None])[0, -2], 0)[ids[-1]].item()
     assert found.logprob == pytest.approx(expected, rel=1e-9)
     targets = torch.full((5,), -100)
     targets[-1] = ids[-1]
     delta_1 = hg.trace(case.model, ids[:5], targets, [5])["blocks.0.delta_1"]
     assert relative_error(found.gradient[:5], -delta_1) <= 1e-9
-    assert abs(found.gap) <= 0.05 * max(1, abs(found.integrated.sum()))
+    assert case.sparse or abs(found.gap) <= 0.05 * max(1, abs(found.integrated.sum()))  # routers jump along the line
 
 
 def session_of(case: Case) -> Session:
@@ -188,7 +196,7 @@ def session_of(case: Case) -> Session:
 
 
 def test_the_explain_page(case: Case) -> None:
-    """Every station and its proofs; in every tensor a number, followed to its terms, is their sum."""
+    """Every station and view; in every tensor a number, followed to its terms, is their sum."""
     session = session_of(case)
     assert len(session.by_id) == len(session.stations)
     sentence = session.sentence(TEXT)
@@ -252,6 +260,10 @@ def test_a_wrapped_model(case: Case) -> None:
 
 def test_the_plan(case: Case) -> None:
     config, model = case.model.config, case.model
+    if case.sparse:
+        with pytest.raises(UnknownStep, match="the plan cannot read the step"):
+            make_plan(config, 1, 8)
+        return
     plan = make_plan(config, 1, 8)
     assert plan.total == model.size
     assert flop(config, Work.of(8, config), {})[0] > 0

@@ -309,7 +309,15 @@ def test_frequencies_that_change_with_the_length(context_full: Literal["stop", "
     other sequences, are those of a complete pass."""
     factors = {"short_factor": (1.0, 1.5, 2.0, 2.5), "long_factor": (3.0, 9.0, 20.0, 40.0)}
     scaling = Scaling("longrope", 4.0, original_max_position_embeddings=30, **factors)
-    shape = {"n_vocab": 29, "n_context": 40, "d_model": 24, "n_heads": 3, "n_kv_heads": 3, "n_blocks": 2, "d_hidden": 20}
+    shape = {
+        "n_vocab": 29,
+        "n_context": 40,
+        "d_model": 24,
+        "n_heads": 3,
+        "n_kv_heads": 3,
+        "n_blocks": 2,
+        "d_hidden": 20,
+    }
     model = hg.GPT(hg.preset("nano-llama", **shape, family="phi3", rope_scaling=scaling), dtype="float64")
     perturb(model, scale=0.5)
     first = prompts_of(29, [33])[0]

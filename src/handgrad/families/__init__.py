@@ -1,7 +1,7 @@
 """Model families: one table each of the names, fields and fixed choices that Hugging Face's files use.
 
-Import `FAMILIES`, `Family` and `full_name`. A new family is a new table, listed here. Tables are data: no family has code,
-and this package knows nothing of models, tensors or files.
+Import `FAMILIES`, `HEADS`, `Family` and `full_name`. A new family is a new table, listed here. Tables are data: no family has
+code, and this package knows nothing of models, tensors or files.
 """
 
 from .cohere import COHERE
@@ -29,7 +29,7 @@ from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 from .starcoder2 import STARCODER2
 
-__all__ = ["FAMILIES", "Family", "full_name"]
+__all__ = ["FAMILIES", "HEADS", "Family", "full_name"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -38,6 +38,9 @@ FAMILIES: dict[str, Family] = {
         GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
     )
 }  # fmt: skip
+
+
+HEADS = frozenset(family.names["head"] for family in FAMILIES.values())  # names of the logits layer
 
 
 def full_name(name: str) -> str:

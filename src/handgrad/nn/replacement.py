@@ -246,7 +246,9 @@ def _feed_forward(module: nn.Module) -> tuple[type[Part] | None, str]:
     found = parts.Activation(module)
     if reason := parts.why_not_layers(module, found.attribute):
         return None, reason
-    return (parts.FeedForwardPart, "") if found.name else (None, f"no hand-derived activation {type(found.act).__name__}")
+    return (
+        (parts.FeedForwardPart, "") if found.name else (None, f"no hand-derived activation {type(found.act).__name__}")
+    )
 
 
 def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:

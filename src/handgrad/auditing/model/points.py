@@ -15,7 +15,8 @@ KINDS = ("norm", "attention", "linear", "activation", "gated", "add")  # of step
 WHAT = {
     "norm_1": "the first norm's output", "attention": "the heads' output", "projection": "the attention's output",
     "skip_5": "the stream after attention", "norm_5": "the second norm's output",
-    "norm_4": "the output of the norm after attention", "norm_9": "the output of the norm after the feed-forward layer", "expand": "the expanded features",
+    "norm_4": "the output of the norm after attention",
+    "norm_9": "the output of the norm after the feed-forward layer", "expand": "the expanded features",
     "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_10": "the block's output",
 }  # fmt: skip
 

@@ -119,7 +119,7 @@ def explained(kind: str, logits: LogitMap) -> Explained:
     how = " and ".join([*(["scaled"] if s else []), *(["capped"] if c is not None else [])])
 
     def by_y(x: Formula) -> Formula:
-        return x._replace(latex=x.latex.replace("a_{12}", "y").replace(r"\Delta_{12}", r"\Delta_y"))
+        return x._replace(latex=x.latex.replace(r"\Delta_{12}", r"\Delta_y").replace("a_{12}", "y"))
 
     return Explained(
         f"The logits are {how} first: the softmax reads y. {found.summary}",

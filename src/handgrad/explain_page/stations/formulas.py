@@ -186,9 +186,7 @@ def _rms_norm(symbols: Symbols, has_bias: bool) -> About:
 _NORMS: dict[type[Norm], Callable[..., About]] = {LayerNorm: _layer_norm, RMSNorm: _rms_norm}
 
 
-def linear(
-    name: str, branches: Sequence[Branch], about: tuple[str, str], beyond: str = "", beside: str = ""
-) -> About:
+def linear(name: str, branches: Sequence[Branch], about: tuple[str, str], beyond: str = "", beside: str = "") -> About:
     """Linear layers that read the activation a of that name: output = a w + b, plus the adapter's branch if it has one, with
     a magnitude m per output for DoRA. `about` is the title and the summary, `beyond` the check of several branches, which
     the paper does not have, `beside` what reaches the error signal of a by other ways."""
@@ -261,7 +259,9 @@ def skip(inputs: tuple[str, ...], output: str, scale: float = 1.0) -> About:
     passed, by = written(signal(output)), "" if scale == 1 else rf"{scale:.4g} \, "
     summed = " + ".join(map(written, branches))
     added = rf"{by}({summed})" if by and len(branches) > 1 else f"{by}{summed}"
-    what, into = ("output of the branch", "the branch") if len(branches) == 1 else ("outputs of both branches", "each branch")
+    what, into = (
+        ("output of the branch", "the branch") if len(branches) == 1 else ("outputs of both branches", "each branch")
+    )
     scaled = f", times {scale:.4g}," if by else ""
     back = r"(\text{through the branch})" if len(branches) == 1 else r"(\text{through the branches})"
     return About(

@@ -105,7 +105,9 @@ class Network:
         """What reaches the error signal of an activation besides what `step`, which reads it, sends back: the error signals
         that additions pass on, and whether another branch sends one as well."""
         others = [x for x in self.readers(name) if x is not step]
-        return [x for other in others if other.kind == "add" for x in other.signals], any(x.kind != "add" for x in others)
+        return [x for other in others if other.kind == "add" for x in other.signals], any(
+            x.kind != "add" for x in others
+        )
 
     def find(self, block: int, *kinds: str) -> NetworkStep:
         """The first step of a block that is of one of these kinds."""

@@ -103,7 +103,7 @@ def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
 
 
 TITLES = {
-    "norm_1": "First norm", "norm_5": "Second norm", "norm_4": "Norm after attention", "norm_9": "Norm after the branch",
+    "norm_1": "First norm", "norm_5": "Second norm", "norm_4": "Norm of a₄", "norm_9": "Norm of a₉",
     "last_norm": "Last norm", "head": "Logits",
 }  # fmt: skip
 SUMMARIES = {
