@@ -411,3 +411,12 @@ def test_compiled_around_it() -> None:
     found, x.grad = x.grad, None
     judge.model.layers[0].mlp(x).square().sum().backward()
     torch.testing.assert_close(found, x.grad)
+
+
+def test_a_cap_that_is_set_later_leaves_the_loss_to_transformers() -> None:
+    model = transformers_model("gemma3_text, window")
+    hg.nn.replace(without_dropout(model), loss=True)
+    model.config.final_logit_softcapping = 1.5
+    with pytest.warns(UserWarning, match="its logits are capped"):
+        outputs = model(**padded(""))
+    assert outputs.logits.abs().max() <= 1.5

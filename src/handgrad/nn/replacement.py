@@ -16,7 +16,7 @@ from ..errors import HandgradError, HandgradWarning
 from ..families import FAMILIES
 from ..model.precision import check_precision, without_mixing
 from . import attention_function, parts
-from .fused_loss import CausalLMPart
+from .fused_loss import CausalLMPart, changed_logits
 from .parts import Part
 
 # Where transformers keeps the code of our families.
@@ -256,9 +256,5 @@ def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
         return None, ""
     if type(model.lm_head) is not nn.Linear:
         return None, f"the logits layer is a {type(model.lm_head).__name__}: logits and loss stay separate"
-    fields = {ours: field for field, ours in FAMILIES[model.config.model_type].fields.items()}
-    if getattr(model.config, fields.get(("logit_cap",), ""), None) is not None:
-        return None, "its logits are capped: logits and loss stay separate"
-    if ("logit_scale",) in fields and model.lm_head.bias is not None:  # else the input of the layer is scaled as well
-        return None, "its logits are scaled after a bias: logits and loss stay separate"
-    return CausalLMPart, ""
+    reason = changed_logits(model)
+    return (None, f"{reason}: logits and loss stay separate") if reason else (CausalLMPart, "")
