@@ -22,6 +22,7 @@ from .reference import (
     ACTIVATIONS,
     Change,
     block_weights,
+    reference_logits,
     reference_norm,
     scores,
     turned,
@@ -265,7 +266,9 @@ class RecordedSteps:
         part = steps.part(parameters)
         if logits:
             part.values["a_12"], part.deltas["delta_11"] = torch.cat(logits, 1), delta_11
-        end = differentiate(lambda x, _: reference.objective(x), self.seen["a_12"].double())
+        end = differentiate(
+            lambda x, _: reference.objective(reference_logits(x, reference.choices)), self.seen["a_12"].double()
+        )
         part.values["loss"], part.deltas["delta_12"] = end.out, end.delta
         return part
 
