@@ -35,7 +35,8 @@ def model_of(family: str, *, seed: int = 0, attention: str = "eager", spread: fl
     fields = fields_of(family, SIZES) | NO_TOKEN_IDS | others | MORE.get(family, {})
     if "layer_types" in fields:
         blocks = changes.get("num_hidden_layers", fields["num_hidden_layers"])
-        fields |= {"sliding_window": 5, "layer_types": (fields["layer_types"] * blocks)[:blocks]}
+        fields["layer_types"] = (fields["layer_types"] * blocks)[:blocks]
+        fields |= {"sliding_window": 5} if FAMILIES[family].windows else {}
     config = AutoConfig.for_model(family, **fields | changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
