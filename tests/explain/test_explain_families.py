@@ -115,7 +115,7 @@ def test_the_errors_of_a_head(shape: dict[str, object], block: int) -> None:
     with torch.enable_grad():
         q, k, v = made("q", head, c.n_heads), made("k", group, c.kv_heads), made("v", group, c.kv_heads)
         ones = torch.ones(len(q), len(q), dtype=torch.bool)
-        hidden = ones.triu(1) | (ones.tril(-attn.window) if attn.window else ~ones)
+        hidden = ones.triu(1) | (ones.tril(-attn.scores.window) if attn.scores.window else ~ones)
         out, keys_only = (
             F.softmax((x @ k.T / k.shape[1] ** 0.5).masked_fill(hidden, -torch.inf), 1) @ v for x in (q, q.detach())
         )
