@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
+LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench and gguf-check
+LLAMA_PYTHON := build/llama-cpp# environment of make gguf-check
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 TORCH := 2.13.0# version of torch for make constraints
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
@@ -10,7 +11,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # imported, nor are most models of transformers.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/torch/(testing|onnx|ao)/|/tests?/|/pip/' $(VENV)/lib >/dev/null 2>&1 || true
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench lm-eval-check \
+# Compiled modules are kept, whatever the environment says: otherwise every process compiles handgrad, its tests and parts of
+# transformers again, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench gguf-check lm-eval-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -28,6 +33,10 @@ adapt: $(VENV)/.ready  # pre-train on Shakespeare, then fine-tune an adapter (2 
 finetune-demo: $(VENV)/.ready  # SmolLM2 learns from real instructions: losses and answers before and after
 	rm -rf build/finetune-demo
 	$(BIN)/python -m bench.demo
+
+coder-demo: $(VENV)/.ready  # Qwen2.5-Coder 1.5B learns the style of a code base: losses and answers before and after, and GGUF out
+	rm -rf build/coder-demo
+	$(BIN)/python -m bench.demo coder-demo
 
 finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transformers + peft; needs 16 GB of memory
 	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo
@@ -52,27 +61,30 @@ run-tests: $(VENV)/.ready-for-tests
 	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))') --dist worksteal
 
-# The explain page is tested in a real browser: an installed Chromium, or Debian's if it can be installed. BROWSER=0: none.
+# The explain page is tested in a real browser: Debian's Chromium without windows, which needs half the time of the whole one,
+# if it is or can be installed, or any installed Chromium. BROWSER=0: none.
 browser:
 	@if [ "$(BROWSER)" = 0 ]; then \
 	  echo "────────────────────────────────────────────────────────────────────────────────────────"; \
 	  echo "BROWSER=0: the browser tests of the explain page are SKIPPED."; \
 	  echo "────────────────────────────────────────────────────────────────────────────────────────"; exit 0; \
 	fi; \
-	for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null 2>&1 && exit 0; done; \
+	command -v chromium-headless-shell >/dev/null 2>&1 && exit 0; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
 	  echo "installing Chromium for the tests of the explain page"; \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null && exit 0; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium-headless-shell >/dev/null && exit 0; \
 	fi; \
+	for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null 2>&1 && exit 0; done; \
 	if [ "$$CI" = true ]; then echo "CI=true but Chromium is missing: install it (apt-get install chromium), or set BROWSER=0"; exit 1; fi; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"; \
 	echo "Chromium is not installed: the browser tests of the explain page are SKIPPED."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, broken formulas, masks, kills
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models and shapes, corrupted files, broken formulas, masks, kills
 	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
+	HANDGRAD_SHAPES=200 $(BIN)/python -m pytest tests/model/test_gpt.py -k random_shapes
 	HANDGRAD_SEEDS=3 $(BIN)/python -m pytest tests/ledger/test_ledger.py
 	HANDGRAD_MASKS=2000 HANDGRAD_FLIPS=200 $(BIN)/python -m pytest tests/kernels
 	HANDGRAD_MASKS=2000 $(MAKE) --no-print-directory kernels-check
@@ -125,6 +137,17 @@ llama-bench: $(VENV)/.ready
 		-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
 	build/llama/tools/bin/cmake --build build/llama/made --target llama-bench
 	cp build/llama/made/bin/llama-bench $(BIN)/
+
+# llama.cpp, in a separate environment, opens files of handgrad convert --gguf; it must compute what we do. Building it takes ten
+# minutes and a C++ compiler, the comparison five.
+gguf-check: $(VENV)/.ready-for-tests $(LLAMA_PYTHON)/.ready
+	$(BIN)/python tests/gguf_check.py --program $(LLAMA_PYTHON)/bin/python
+
+$(LLAMA_PYTHON)/.ready: Makefile
+	$(PYTHON) -m venv $(LLAMA_PYTHON)
+	CMAKE_ARGS='-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF' \
+		$(LLAMA_PYTHON)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python==$(LLAMA)
+	@touch $@
 
 # lm-eval, in a separate environment, scores a task over HTTP; the scores must be those of transformers.
 lm-eval-check: $(VENV)/.ready-for-tests build/lm-eval/.ready

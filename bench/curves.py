@@ -58,23 +58,28 @@ TITLES = {
 }  # fmt: skip
 
 
-def take(train: Callable[..., Result], precision: str, steps: int, folder: Path) -> Run:
+def take(train: Callable[..., Result], folder: Path, **options: Any) -> Run:
     """Train in a temporary folder; the losses."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        result = train(steps=steps, precision=precision, out=Path(scratch) / "run", **COMMON)
+        result = train(out=Path(scratch) / "run", **{**COMMON, **options})
         if not result.outcome.finished:
-            raise HandgradError(f"stopped after {result.job.step} of {steps} steps")
+            raise HandgradError(f"stopped after {result.job.step} of {options['steps']} steps")
         records = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     return {"losses": [r["loss"] for r in records if "loss" in r], "validation": result.outcome.val_loss}
 
 
-def taken(name: str, train: Callable[..., Result], precision: str, steps: int, folder: Path) -> Run:
-    """A run of an earlier command, or a new one."""
-    path = folder / f"{name}-{precision}-{steps}.json"
+def taken(path: Path, train: Callable[..., Result], **options: Any) -> Run:
+    """The run that an earlier command stored in `path`, or a new one."""
     if not path.exists():
-        write_text(path, json.dumps(take(train, precision, steps, folder)) + "\n")
+        write_text(path, json.dumps(take(train, path.parent, **options)) + "\n")
     found: Run = json.loads(path.read_text())
     return found
+
+
+def both(name: str, train: Callable[..., Result], steps: int, folder: Path) -> dict[str, Run]:
+    """The run in each precision."""
+    paths = {precision: folder / f"{name}-{precision}-{steps}.json" for precision in COLORS}
+    return {precision: taken(path, train, steps=steps, precision=precision) for precision, path in paths.items()}
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -157,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.svg:
             check_writable(options.svg)
         found = {
-            name: {precision: taken(name, train, precision, options.steps, options.out) for precision in COLORS}
+            name: both(name, train, options.steps, options.out)
             for name, train in RUNS.items()
             if name in (options.only or RUNS)
         }

@@ -26,7 +26,8 @@ WORDS = (
 
 
 def browser() -> str | None:
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    names = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def measure(model: str, words: int) -> tuple[int, list[Found]]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import handgrad as hg
+from forked import hurry
 from handgrad.cli.app import main
 from handgrad.files import manifest
 from handgrad.files.cache import cache_path
@@ -26,6 +27,7 @@ from handgrad.text import tokenizer
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
+hurry()
 
 # Relative tolerance of a single op, by dtype. It does not depend on the scale of the inputs.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -39,7 +41,7 @@ BROWSER_WANTED = os.environ.get("BROWSER") != "0"
 CHROMIUM = next(
     (
         path
-        for name in ("chromium", "chromium-browser", "google-chrome")
+        for name in ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")  # fastest first
         if BROWSER_WANTED and (path := shutil.which(name))
     ),
     None,

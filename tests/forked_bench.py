@@ -1,8 +1,5 @@
-"""Run handgrad bench with the processes of finetune and context forked from this one, so that torch, transformers and peft
-are imported only once. Their memory figures then mean nothing.
-
-python tests/forked_bench.py finetune --model smollm2 --tiny
-"""
+"""The processes of handgrad bench, forked from this one, so that torch, transformers and peft are imported only once. Their
+memory figures then mean nothing."""
 
 import contextlib
 import os
@@ -11,10 +8,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import forked
+import peft  # noqa: F401
+from transformers import AutoModelForCausalLM  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench import __main__, finetune, process
+import forked
 
 
 def run_forked(
@@ -32,12 +29,3 @@ def run_forked(
         status = os.waitpid(forked.start(task, dict(environment or {})), 0)[1]
         assert status == 0, f"{name}: exit code {os.waitstatus_to_exitcode(status)}"
         return shown.read_text(), 10**9
-
-
-if __name__ == "__main__":
-    import peft  # noqa: F401
-    from transformers import AutoModelForCausalLM  # noqa: F401
-
-    forked.warm_up()
-    process.run_alone = finetune.run_alone = run_forked
-    __main__.main()

@@ -97,9 +97,9 @@ def snapshot(folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
     return names, tensors
 
 
-def check(command: str, processes: int, kills: int, errors: bool) -> dict[str, Any]:
+def check(command: str, processes: int, kills: int, errors: bool, optimizer: str) -> dict[str, Any]:
     """Kill `kills` runs at calls spread over the record. Returns the counts; raises at the first difference."""
-    arguments = prepare(command)
+    arguments = [*prepare(command), "--optimizer", optimizer]
     base = new_run_folder("base")
     hooks = Hooks(Path("trace.txt").absolute())
     assert run([*arguments, "--out", str(base / "run")], processes, hooks) == 0, Path("log.txt").read_text()
@@ -157,13 +157,14 @@ def main() -> None:
         "--compile", action="store_true", help="let every run compile its kernels, and be killed meanwhile"
     )
     parser.add_argument("--errors", action="store_true", help="let the call fail instead, with EIO")
+    parser.add_argument("--optimizer", default="AdamW")
     options = parser.parse_args()
     forked.warm_up()
     if not options.compile:
         library.load(torch.float64)  # once, for all forks
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ["HANDGRAD_CACHE"] = f"{folder}/cache"
-        print(json.dumps(check(options.command, options.processes, options.kills, options.errors)))
+        print(json.dumps(check(options.command, options.processes, options.kills, options.errors, options.optimizer)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from bench.sizes import SIZES, TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 import handgrad as hg
-from conftest import need_chromium, run_processes, save_with_bytes
+from conftest import need_chromium, save_with_bytes
 from forked_bench import run_forked
 from handgrad.cli.bench import bench as bench_command
 from handgrad.model.precision import why_not_mixed
@@ -129,7 +129,7 @@ def bench(
 def test_scenario_compares_results_and_times(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for module in (shared, compete, finetune):
+    for module in (shared, compete, finetune, process):
         monkeypatch.setattr(module, "run_alone", run_forked)
     found, shown = bench(capsys, monkeypatch, name, "--plot", str(tmp_path / "plot.svg"))
     rows, machine = found["rows"], found["machine"]
@@ -212,13 +212,15 @@ def test_tensors_in_which_autocast_is_nearer_are_named() -> None:
         ours.check()
 
 
-def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examples(tmp_path: Path) -> None:
-    """A tiny Llama with packed weights stands for the model; forked processes, so that torch is imported once."""
-    arguments = ["--model", "smollm2", "--tiny", "--json", tmp_path / "figures.json", "--plot", tmp_path / "plot.svg"]
-    done = run_processes(1, ROOT / "tests" / "forked_bench.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert found["model"] == "smollm2" and f"load {found['machine']['load']:.2f}" in done.stdout
+@pytest.mark.filterwarnings("ignore")  # of the peers
+def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examples(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A tiny Llama with packed weights stands for the model."""
+    for module in (process, finetune):
+        monkeypatch.setattr(module, "run_alone", run_forked)
+    found, shown = bench(capsys, monkeypatch, "--model", "smollm2", "--plot", str(tmp_path / "plot.svg"))
+    assert found["model"] == "smollm2" and f"load {found['machine']['load']:.2f}" in shown
     rows = [row for row in found["rows"] if row["scenario"] == "finetune"]
     for case, contenders in OF_INSTRUCTIONS.items():
         ours = [row for row in rows if row["case"] == case]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
 import handgrad as hg
+from families.members import transformers_model
 from handgrad.model.block import Block
 from handgrad.model.steps import Step
 
@@ -243,3 +244,25 @@ def test_the_names_of_a_package_and_of_a_function_do_not_meet() -> None:
     """A package `handgrad.audit` would hide the function of that name as soon as anything imports it."""
     for name in ("check", "audit", "verify", "trace", "generate", "attribute", "influence"):
         assert callable(getattr(hg, name)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "cause"),
+    [
+        ("attn_logit_softcapping", None, "if the cap of the scores were left out"),
+        ("scaling", 0.5, "if the scores were divided by √d_head"),
+        ("scaling", 0.3, "if the scores were multiplied by 0.3, not by 0.378"),
+    ],
+)
+def test_faults_of_capped_scores(name: str, wrong: float | None, cause: str) -> None:
+    model = transformers_model("gemma2, 3 queries to a key")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    ids = torch.arange(18).view(2, 9) * 5 % model.config.vocab_size
+    assert hg.audit(model, {"input_ids": ids, "labels": ids}).passed
+    attn = model.model.layers[1].self_attn
+    assert name != "scaling" or attn.head_dim == 4
+    setattr(attn, name, wrong)
+    found = str(hg.audit(model, {"input_ids": ids, "labels": ids}))
+    assert "model.layers.1.self_attn is wrong" in found and cause in " ".join(found.split())

@@ -64,7 +64,8 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
 
     def open_one(where: str = "", *, base: str = "", expected: str = "", **options: object) -> Page:
         base = base or request.getfixturevalue("url")
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})  # type: ignore[arg-type]
+        usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}  # moving dots keep a core busy
+        context = browser.new_context(**{**usual, **options})  # type: ignore[arg-type]
         context.set_default_timeout(TIMEOUT)
         contexts.append(context)
         page = context.new_page()

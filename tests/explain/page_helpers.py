@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from axe_playwright_python.sync_playwright import Axe
+from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Locator, Page, expect
 from tiny_session import TEXT
 
@@ -26,8 +26,12 @@ def number(page: Page, selector: str, name: str = "value") -> float:
     return data(page.locator(selector), name)
 
 
-def check_accessibility(page: Page) -> None:
-    found = Axe().run(page).response["violations"]
+def check_accessibility(page: Page, *rules: str) -> None:
+    """By all rules of axe, or by those that are named."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
+    chosen = {"runOnly": rules} if rules else {}
+    found = page.evaluate("options => axe.run(options)", {"resultTypes": ["violations"], **chosen})["violations"]
     assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
 
 

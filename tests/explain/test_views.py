@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session, make_traced
+from tiny_session import LLAMA, QWEN3, SCALED, SCORES, SMOLLM3, TEXT, make_session, make_traced
 
 import handgrad as hg
 from conftest import OTHER_ACTIVATIONS
@@ -30,6 +30,7 @@ SHAPES = [
     LLAMA,
     QWEN3,
     SMOLLM3,
+    SCORES,
     {**SCALED, "n_blocks": 2},
     {**LLAMA, "lora": 2},
     {**QWEN3, "lora": 2},

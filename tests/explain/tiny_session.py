@@ -15,6 +15,7 @@ TEXT = "to be, or not"
 # Shapes of other families: grouped queries; q/k norms, biases and a head width other than d/h; no rotation and a window
 LLAMA: dict[str, Any] = {"preset": "nano-llama", "n_heads": 4, "n_kv_heads": 2, "d_hidden": 40}
 QWEN3 = {**LLAMA, "family": "qwen3", "qk_norm": True, "qkv_bias": True, "d_rho": 10, "d_head": 10}
+SCORES = {**LLAMA, "attention_scale": 0.4, "score_cap": 2.0, "sinks": True}
 SMOLLM3 = {
     **LLAMA,
     "family": "smollm3",
@@ -24,6 +25,7 @@ SMOLLM3 = {
     "tied": False,
     "n_kv_heads": 1,
 }
+LFM2 = {**LLAMA, "family": "lfm2", "qk_norm": True, "conv_blocks": (0,), "conv_bias": True}
 SCALED = {**LLAMA, "n_blocks": 1, "n_kv_heads": 4, "mlp_bias": True, "activation": "gelu_tanh",
           "rope_scaling": Scaling("yarn", 4.0, original_max_position_embeddings=12)}  # fmt: skip
 

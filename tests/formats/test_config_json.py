@@ -24,6 +24,8 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "the default width": ("nano-llama", {"d_hidden": None}),
     "yarn": ("nano-llama", {"rope_scaling": Scaling("yarn", 2.0, 12)}),
     "not causal": ("nano-llama", {"causal": False}),
+    "other scores": ("nano-llama", {"attention_scale": 0.4, "score_cap": 2.0, "sinks": True, "n_kv_heads": 1}),
+    "GPT-2 with sinks": ("nano", {"sinks": True, "window": 4, "windowed": (1,)}),
 }  # fmt: skip
 
 
@@ -55,6 +57,10 @@ def test_saved_choices_come_back(name: str, tmp_path: Path) -> None:
         ({"gated": False, "activation": "gelu"}, "gated=False does not fit the family llama"),
         ({"qk_norm": True}, "has no name for attn.q_norm"),
         ({"window": 3, "causal": False}, "a window needs a causal model"),
+        ({"attention_scale": 0}, "attention_scale must be a number from 1e-6 to 1e6, not 0"),
+        ({"score_cap": float("nan")}, "score_cap must be a number"),
+        ({"score_cap": True}, "score_cap must be a number"),
+        ({"sinks": 1}, "sinks must be true or false"),
     ],
 )
 def test_contradictory_choices_are_refused(changes: dict[str, Any], message: str) -> None:

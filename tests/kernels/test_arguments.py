@@ -115,7 +115,7 @@ def test_shapes_and_dtypes_are_compared_at_every_call() -> None:
         "bias": lambda: layernorm.rebuild(saved, w, b[:7]),
         "statistics": lambda: layernorm.backward(x, x, saved.inv_sigma[:10], w),
         "weight": lambda: linear.forward(x[:3], torch.randn(7, 16), None),
-        "angles": lambda: rotary.forward(heads, cos.view(40, 1)[:20], sin.view(40, 1)[:20]),
+        "angles": lambda: rotary.forward(heads, cos[:10], sin[:10]),
         "target": lambda: loss.forward_and_delta(x, torch.full((20,), 8), 1.0),
         "negative target": lambda: loss.forward_and_delta(x, torch.full((20,), -100), 1.0),
         "products": lambda: calls.product(x, torch.randn(9, 4), None),
@@ -219,7 +219,7 @@ def test_places_outside_of_the_cache_are_refused() -> None:
     step = cache.step([(slot, 1)])
     places, blocks = step.places, describe(model)
     assert places is not None and blocks is not None
-    a, rotation = torch.randn(1, 16), model.rotation(step.positions)
+    a, (rotation,) = torch.randn(1, 16), model.rotations(step.positions, [1])
     heads = torch.randn(1, 2, 8)
     blocks.forward(a, places, rotation)
     for column, value in ((5, -1), (5, slot.capacity), (4, 3)):

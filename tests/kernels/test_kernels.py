@@ -11,6 +11,7 @@ import handgrad as hg
 from conftest import ROUNDING
 from handgrad.inference.kv_cache import Cache
 from handgrad.kernels import calls, compiler, library, token_calls
+from handgrad.kernels.calls import Scores
 from handgrad.ops import activation, attention, gated, layernorm, linear, loss, rmsnorm, rotary
 from handgrad.proof.oracles import relative_error
 
@@ -157,9 +158,9 @@ def test_attention_is_equal_to_torch_calls(
     spans = attention.spans_of(tuple(lengths), rows)
 
     def run() -> list[Tensor]:
-        a, saved = attention.forward(q, k, v, spans, attention.Scores(causal, window))
+        a, saved = attention.forward(q, k, v, spans, Scores(causal, window))
         grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-        attention.backward(delta, saved, spans, grads, attention.Scores(causal, window))
+        attention.backward(delta, saved, spans, grads, Scores(causal, window))
         return [a, saved.lse, *grads]
 
     for ours, plain in zip(*both(run), strict=True):
@@ -265,15 +266,17 @@ def test_products_of_few_rows(f_in: int, f_out: int, orientation: str, dtype: to
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize(
+    "of", [Scores(), Scores(window=1), Scores(window=5, scale=0.3, cap=0.7), Scores(window=200, cap=2.0)]
+)
 @pytest.mark.parametrize("shared", [1, 2, 6])
-def test_attention_to_cached_keys(shared: int, window: int | None, dtype: torch.dtype) -> None:
+def test_attention_to_cached_keys(shared: int, of: Scores, dtype: torch.dtype) -> None:
     """Several new tokens, then single ones of sequences of very different lengths, in two pools; the cache gets the new keys
     and values."""
     shape = {"n_vocab": 11, "n_context": 600, "d_model": 42, "n_heads": 6, "n_blocks": 2, "n_kv_heads": shared}
     model = hg.GPT(hg.preset("nano-llama", **shape, d_rho=6, d_head=5), dtype=dtype)
     lengths = [1, 3, 300, 130, 128, 40]
-    results = []
+    results, how = [], (of, None if of.cap is None else torch.randn(6, dtype=dtype))
     for kernels in (True, False):
         torch.manual_seed(1)
         cache = Cache(model)
@@ -281,13 +284,13 @@ def test_attention_to_cached_keys(shared: int, window: int | None, dtype: torch.
         with contextlib.nullcontext() if kernels else library.disabled():
             for slot, length in zip(slots, lengths, strict=True):
                 first = cache.step([(slot, length)])
-                first.block(1).attend(*heads(length, shared, dtype), attention.Scores(window=window))
+                first.block(1).attend(*heads(length, shared, dtype), *how)
                 first.finish()
             second = cache.step([(slots[3], 70)])
-            continued = second.block(1).attend(*heads(70, shared, dtype), attention.Scores(window=window)).a
+            continued = second.block(1).attend(*heads(70, shared, dtype), *how).a
             order = cache.order(slots)
             step = cache.step([(slots[i], 1) for i in order])
-            a = step.block(1).attend(*heads(len(slots), shared, dtype), attention.Scores(window=window)).a
+            a = step.block(1).attend(*heads(len(slots), shared, dtype), *how).a
         stored = [slots[i].pool.v[1, slots[i].row, :, lengths[i]] for i in order]
         assert (len(step.parts) == 1) == kernels
         results.append(torch.cat([continued.flatten(), a.flatten(), torch.stack(stored).flatten()]))

@@ -1,5 +1,7 @@
 """GPT against autograd and finite differences (`verify`) and against paper/; freezing, dtypes and seeds."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -119,7 +121,7 @@ def test_gradients_match_paper(shape: str) -> None:
         assert relative_error(found[name], x / n_targets, floor=1e-3) <= 1e-12, name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=int(os.environ.get("HANDGRAD_SHAPES", "10")), deadline=None)  # make long: 200
 @given(st.data())
 def test_random_shapes_pass_verify(data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 4))

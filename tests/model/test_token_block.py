@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
-from conftest import ROUNDING
+from conftest import ROUNDING, perturb
 from families.members import MEMBERS, transformers_model
 from handgrad.inference.kv_cache import Cache
 from handgrad.inference.token_block import describe
 from handgrad.kernels import library
+from handgrad.model.block import Block
 from handgrad.model.gpt import GPT
 from handgrad.model.passes.arguments import Pass
-from handgrad.model.steps import PAPER_BLOCK
+from handgrad.model.steps import UnknownStep, require_block
 from handgrad.model.storage.quantize import quantize
 from handgrad.proof.oracles import relative_error
 
@@ -32,7 +33,7 @@ def both_ways(model: GPT) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         for new in (list(zip(slots, LENGTHS, strict=True)), [(slot, 1) for slot in slots]):
             step = cache.step(new)
             ids = torch.randint(model.config.n_vocab, (step.n,))
-            rotations = model.rotations(step.positions, [99] * len(new), rows=[count for _, count in new])
+            rotations = model.rotations(step.positions, [99] * len(new), counts=[count for _, count in new])
             a = model.embeddings(ids, step.positions)
             if at_once and step.places is not None:
                 blocks = describe(model)
@@ -56,14 +57,21 @@ def assert_equal(model: GPT, limit: float) -> None:
     assert torch.isfinite(at_once).all()
 
 
+def known(block: Block) -> bool:
+    """Whether the steps of a block are those that the kernel computes."""
+    try:
+        require_block(block.steps(), "this test")
+    except UnknownStep:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_family(name: str, dtype: str, tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     model = hg.load(tmp_path / "m", dtype=dtype)
-    c, steps = model.config, [str(step) for block in model.blocks for step in block.steps()]
-    unknown = [x for x in steps if not any(x in forms for forms in PAPER_BLOCK)]
-    if c.activation not in ("silu", "gelu_tanh") or c.gain_offset or not c.norm_bias or c.parallel or unknown:
+    if model.config.activation not in ("silu", "gelu_tanh") or not all(map(known, model.blocks)):
         assert describe(model) is None
         return
     assert_equal(model, ROUNDING[model.dtype])
@@ -79,6 +87,14 @@ def test_adapters(preset: str) -> None:
     plain = hg.GPT(hg.preset(preset, n_vocab=33), seed=1)
     hg.lora.inject(plain, 5, dora=True)
     assert describe(plain) is None, "a magnitude is not a low-rank branch"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("changes", [{"attention_scale": 0.9}, {"score_cap": 0.5}, {"sinks": True, "score_cap": 2.0}])
+def test_other_scores(changes: dict[str, object], dtype: str) -> None:
+    model = hg.GPT(hg.preset("nano-llama", n_vocab=33, n_blocks=2, **changes), dtype=dtype, seed=1)
+    perturb(model)
+    assert_equal(model, ROUNDING[model.dtype])
 
 
 @pytest.mark.parametrize("bits", [8, 4])

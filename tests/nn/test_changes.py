@@ -318,6 +318,16 @@ def test_a_mask_that_is_edited_without_a_new_version() -> None:
     assert not result.fallbacks
 
 
+def test_another_scale_of_scores() -> None:
+    plain, model = pair("llama")
+    for x in (plain, model):
+        for layer, scale in zip(x.model.layers, (0.2, 0.5), strict=True):
+            layer.self_attn.scaling = scale
+    result = hg.nn.replace(model)
+    assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+    assert not result.fallbacks and not any(name.rpartition(".")[2] == "self_attn" for name in result.left)
+
+
 def test_a_mask_that_wants_a_gradient() -> None:
     plain, model = pair("llama")
     hg.nn.replace(model)

@@ -32,6 +32,17 @@ def heads(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, causal: bo
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
+def other_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """The same with scores that are scaled by 0.4 and capped to 1.5, and with sinks, by matrices."""
+    q, k, v = (
+        x.unflatten(2, (n, -1)).transpose(1, 2).repeat_interleave(6 // n, 1) for x, n in ((q, 6), (k, 2), (v, 2))
+    )
+    s = 1.5 * torch.tanh(0.4 * q @ k.mT / 1.5)
+    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
+    joined = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], 3)
+    return (torch.softmax(joined, 3)[..., :-1] @ v).transpose(1, 2).flatten(2)
+
+
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
@@ -66,6 +77,9 @@ CASES: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
     "attention, not causal": (lambda *x: hg.nn.attention(*x, 6, 2, causal=False), lambda *x: heads(*x, causal=False), QKV),
     "attention, fused": (
         lambda x: hg.nn.attention(x, None, None, 6, 2), lambda x: heads(*x.split([24, 8, 8], 2)), ((2, 5, 40),),
+    ),
+    "attention, other scores": (
+        lambda *x: hg.nn.attention(*x[:3], 6, 2, scale=0.4, cap=1.5, sinks=x[3]), other_heads, (*QKV, (6,)),
     ),
 }  # fmt: skip
 
@@ -265,6 +279,8 @@ def test_wrong_shapes_do_not_reach_the_kernels() -> None:
         (lambda: hg.nn.attention(*[rand(1, 3, 6)] * 3, 3, 2), "does not divide"),
         (lambda: hg.nn.attention(*[rand(1, 0, 6)] * 3, 2), "at least one token"),
         (lambda: hg.nn.attention(*[rand(1, 3, 8)] * 3, 2, rotation=(rand(2, 2), rand(2, 2))), "cos has the shape"),
+        (lambda: hg.nn.attention(*[rand(1, 3, 8)] * 3, 2, sinks=rand(3)), "sinks has the shape"),
+        (lambda: hg.nn.attention(*[rand(1, 3, 8)] * 3, 2, cap=0.0), "must be numbers above 0"),
         (lambda: hg.nn.linear_cross_entropy(rand(3, 5), w, torch.zeros(3).long()), "weight has the shape"),
         (lambda: hg.nn.linear_cross_entropy(a, w, torch.zeros(3).long(), n_targets=0), "more than 0"),
         (lambda: hg.nn.layer_norm(rand(2, 0), rand(0), rand(0)), "at least one feature"),

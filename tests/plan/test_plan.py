@@ -116,6 +116,29 @@ def test_bytes() -> None:
     assert two_bytes.bytes_saved + two_bytes.bytes_temporary == 8 * 50_257 * 768  # the embedding's update
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("how", ["all", "adapters", "kept"])
+def test_state_of_muon(family: str, how: str) -> None:
+    """One copy of a matrix of the blocks, two of everything else: as many numbers as a real step stores."""
+    preset = hg.preset("nano" if family == "gpt2" else "nano-llama", n_blocks=2)
+    model = hg.GPT(preset)
+    ranks = {}
+    if how != "all":
+        kept = ("lm_head",) if how == "kept" else ()
+        ranks = dict.fromkeys(hg.lora.inject(model, 3, modules_to_save=kept), 3)
+    extra = sum(p.numel() for p in model.head.parameters()) if how == "kept" else 0
+    make = optim.maker("muon", 1e-3, 0.0, (0.9, 0.99), matrices=optim.matrices(model))
+    optimizer = make(model.parameters())
+    tokens = torch.randint(256, (2, 8))
+    model.loss_and_grads(tokens, tokens)
+    optim.step(optimizer, 1.0)
+    stored = sum(x.numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
+    plan = make_plan(model.config, ranks=ranks, extra=extra, optimizer="muon")
+    assert plan.bytes_optimizer == 4 * stored < make_plan(model.config, ranks=ranks, extra=extra).bytes_optimizer
+    of_maps = [x.shape for p, maps in optim.matrices(model).items() if p.requires_grad for x in maps.of(p)]
+    assert plan.update_flop == sum(5 * (4 * a * a * b + 2 * a**3) for a, b in map(sorted, of_maps))
+
+
 def test_predicted_seconds_match_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shapes dominated by call overhead and by the dtype. Prediction and measurement alternate and the best of each is
     compared, in processor time, because the machine may be busy."""

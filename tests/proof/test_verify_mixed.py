@@ -22,11 +22,13 @@ pytestmark = pytest.mark.skipif(
     library.why_not(torch.bfloat16) is not None, reason="LEFT OUT: this machine does not multiply bfloat16"
 )
 SHAPE = {"n_vocab": 61, "n_context": 40, "d_model": 32, "n_heads": 2, "n_blocks": 2}
-FAMILIES = {"gpt2": "nano", "llama": "nano-llama"}
+FAMILIES = {"gpt2": "nano", "llama": "nano-llama", "lfm2": "nano-llama"}
 STEPS, NETWORK = "Mixed precision, each step from what it read", "Mixed precision, the whole network"
 
 
 def model_of(family: str, **changes: Any) -> hg.GPT:
+    if family == "lfm2":
+        changes = {"family": family, "qk_norm": True, "conv_blocks": (0,), "conv_bias": True, **changes}
     model = hg.GPT(hg.preset(FAMILIES[family], **{**SHAPE, **changes}), seed=3)
     perturb(model, scale=0.05)  # biases and gains that are not 0 and 1
     model.precision = "mixed"
@@ -39,10 +41,11 @@ def verified(model: hg.GPT, lengths: list[int]) -> Report:
     return report
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "other scores"])
 def test_right_formulas_pass(family: str) -> None:
     """Every signal and every parameter has both checks."""
-    model = model_of(family)
+    scores = {"attention_scale": 0.4, "score_cap": 2.0, "sinks": True}
+    model = model_of("llama", **scores) if family == "other scores" else model_of(family)
     report = verified(model, [17, 9, 1, 12])
     assert [(c.id, c.error, c.note) for c in report.failed] == []
     steps = {c.id.removesuffix(", its step"): c for c in report if c.section == STEPS}

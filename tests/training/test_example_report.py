@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import handgrad as hg
-from conftest import handgrad, run_processes, save_with_bytes, succeed
+from conftest import handgrad, run_processes, save_with_bytes, succeed, use_empty_cache
 from handgrad.training.run import Run
 
 BASE = [
@@ -32,7 +32,7 @@ WRONG = "{{#}}[[%%]]~~@@"
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that knows the form of the answers, and data with one broken answer."""
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    use_empty_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     right = [{"prompt": f"{i} and 1 is ", "completion": f"{i + 1} green bottles"} for i in range(10, 34)]
     Path("right.jsonl").write_text("".join(json.dumps(r) + "\n" for r in right))

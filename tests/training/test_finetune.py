@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import handgrad as hg
 from conftest import error_of, handgrad, perturb, run_processes, save_with_bytes, succeed, use_empty_cache
-from handgrad import lora
+from handgrad import lora, optim
 from handgrad.display.run_progress import Silent
 from handgrad.files.manifest import FILE
 from handgrad.lora import merge_record
@@ -22,6 +22,7 @@ from handgrad.training.config import FinetuneOptions
 from handgrad.training.distributed import Ranks
 from handgrad.training.loop import take_step
 from handgrad.training.run import Run
+from handgrad.training.run_plan import plan_job
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
@@ -99,6 +100,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
         ["--full", "--dtype", "float64"],
         ["--update-inside", "--dropout", 0.2],
         ["--targets", "lm_head"],
+        ["--optimizer", "muon", "--dora"],
     ],
     ids=lambda options: " ".join(map(str, options)) or "plain",
 )
@@ -112,6 +114,24 @@ def test_resume_is_bit_identical(workdir: Path, options: list[object]) -> None:
     file = "model.safetensors" if "--full" in options else "adapter_model.safetensors"
     a, b = (load_file(workdir / name / "checkpoints" / "step-00000009" / file) for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_muon_is_named_and_planned(workdir: Path) -> None:
+    """Of the adapters' factors the state has one copy, of their magnitudes and of layers trained in full two."""
+    muon = ["--optimizer", "muon", "--dora", "--modules-to-save", "mlp.c_proj,ln_f", "--targets", "c_attn"]
+    succeed(*FINETUNE, "--out", "run", "--steps", 3, "--sample-tokens", 0, *muon)
+    assert json.loads(Path("run/run.json").read_text())["training"]["optimizer"] == "muon"
+    assert "<td>optimizer</td><td>muon</td>" in Path("run/report.html").read_text()
+    options = finetune_options(optimizer="muon", dora=True, modules_to_save=("mlp.c_proj", "ln_f"), targets=("c_attn",))
+    job = finetune.prepare(options, Ranks(), Silent(Console()), None)
+    take_step(job, Ranks())
+    stored = sum(x.nbytes for x in optim.state_of(job.optimizer, job.names).values() if x.ndim)
+    assert plan_job(job).bytes_optimizer == stored
+
+
+def test_muon_without_matrices_is_refused(workdir: Path) -> None:
+    message = error_of(*FINETUNE, "--out", "run", "--steps", 3, "--optimizer", "muon", "--targets", "lm_head")
+    assert "none of them trains here: choose AdamW" in message and not Path("run").exists()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -84,10 +84,20 @@ def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
 
 
 BFLOAT16 = ["--dtype", "bfloat16"]
+MUON = ["--optimizer", "muon"]
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--update-inside"], ["--optimizer", "SGD"], BFLOAT16, [*BFLOAT16, "--update-inside"]]
+    "options",
+    [
+        [],
+        ["--update-inside"],
+        ["--optimizer", "SGD"],
+        MUON,
+        BFLOAT16,
+        [*BFLOAT16, "--update-inside"],
+        [*BFLOAT16, "--update-inside", *MUON],
+    ],
 )
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
     for name in "ab":
@@ -131,15 +141,14 @@ def test_diverging_loss_is_diagnosed(text: Path, tmp_path: Path) -> None:
 
 def test_full_disk_leaves_no_partial_checkpoint(text: Path, tmp_path: Path) -> None:
     succeed("train", "--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL)
-    arguments = train_command("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)[2:]
-    code = (
-        "import resource, runpy, signal, sys\n"
+    (tmp_path / "limited.py").write_text(
+        "import resource, runpy, signal\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # limit on the size of a file\n"
-        f"sys.argv = {arguments!r}\n"
         "runpy.run_module('handgrad', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    arguments = ["train", "--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL]
+    done = run_processes(1, tmp_path / "limited.py", *arguments)
     assert done.returncode == 1, done.stdout
     assert "could not be saved" in done.stderr and "intact" in done.stderr
     assert not list((tmp_path / "r" / "checkpoints").iterdir()), "a partial checkpoint was left behind"
@@ -279,7 +288,7 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"])])
+@pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"]), (2, [*MUON, "--update-inside"])])
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
     succeed("train", *base, "--out", tmp_path / "1")
@@ -297,9 +306,7 @@ def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n:
 def test_run_of_two_processes_resumes_with_one(text: Path, tmp_path: Path) -> None:
     base = ["--data", text, *SMALL, "--dtype", "float64", "--lr", "1e-3", "--schedule", "constant", "--warmup", 0]
     succeed("train", *base, "--steps", 10, "--out", tmp_path / "a")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*launch, "-m", "handgrad", "train", *map(str, base), "--steps", "5", "--out", tmp_path / "b"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_processes(2, "train", *base, "--steps", 5, "--out", tmp_path / "b")  # test_run.py has torchrun itself
     assert done.returncode == 0, done.stderr
     succeed("train", "--resume", "--out", tmp_path / "b", "--steps", 10)
     one, other = weights(tmp_path / "a", 10), weights(tmp_path / "b", 10)

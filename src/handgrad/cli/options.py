@@ -30,8 +30,8 @@ PRECISION = (
 )
 Precision = Annotated[str | None, typer.Option("--precision", help=PRECISION)]
 MODEL = (
-    f"A preset ({', '.join(PRESETS)}), a model directory, a run folder (its best checkpoint), an adapter, or a name on the"
-    " hub. A preset's bare name is the preset; ./NAME is the folder."
+    f"A preset ({', '.join(PRESETS)}), a model directory, a .gguf file, one of `handgrad get`, a run folder (its best"
+    " checkpoint), an adapter, or a name on the hub. A preset's bare name is the preset; ./NAME is the folder."
 )
 PRESET = "[default: the preset's]"
 MODEL_SHAPE = {
@@ -43,9 +43,9 @@ MODEL_SHAPE = {
 }
 COMMON_OPTIMIZATION = {
     "schedule": f"Learning-rate schedule: {', '.join(SCHEDULES)}.",
-    "optimizer": "Name of an optimizer of torch.optim.",
+    "optimizer": "Name of an optimizer of torch.optim; with Muon, which is for the blocks' matrices, AdamW for the rest.",
     "weight_decay": "Weight decay, applied to matrices only.",
-    "beta1": "Decay rate of the first moment (momentum), if the optimizer has one.",
+    "beta1": "Decay rate of the first moment (momentum), if the optimizer has one. Muon's own is 0.95.",
     "beta2": "Decay rate of the second moment, if the optimizer has one.",
     "clip": "Maximum norm of the gradient; 0 for no clipping.",
     "recompute": "Activations to recompute in the backward pass: none, or blocks (less memory, a third more time).",

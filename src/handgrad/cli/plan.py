@@ -7,7 +7,7 @@ import typer
 from . import console
 from .console import JsonOption
 from .generate import note_precision
-from .options import MODEL, MODEL_SHAPE, PRESET, Precision
+from .options import COMMON_OPTIMIZATION, MODEL, MODEL_SHAPE, PRESET, Precision
 
 
 def plan(
@@ -49,6 +49,7 @@ def plan(
     update_inside: Annotated[
         bool, typer.Option("--update-inside", help="Update each layer inside the backward pass.")
     ] = False,
+    optimizer: Annotated[str, typer.Option(help=COMMON_OPTIMIZATION["optimizer"])] = "AdamW",
     threads: Annotated[
         int | None, typer.Option(help="Number of threads of the trial steps. [default: torch's]")
     ] = None,
@@ -81,8 +82,8 @@ def plan(
     from ..machine import peak_memory
     from ..plan.estimate import plan_model
     from ..plan.fit import misfit
+    from ..plan.thread_count import using
     from ..plan.timing import forecast
-    from ..training.threads import using
 
     console.check_json_target(json_file)
     check_threads(threads)
@@ -97,7 +98,7 @@ def plan(
     planned = plan_model(
         found, {k: v for k, v in changes.items() if v is not None}, rank, tuple(targets or ()),
         packed, base_dtype, precision, batch=batch, tokens=tokens, dtype=dtype, recompute=recompute,
-        update_inside=update_inside,
+        update_inside=update_inside, optimizer=optimizer,
     )  # fmt: skip
     if not console.write_json(plan_table.to_json(planned), json_file):
         with using(threads), console.working("timing trial steps"):

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with a norm after each branch instead of before it, and norms of queries and keys over all heads together."""
+"""OLMo 2: Llama with a norm after each branch instead of before it, and norms of queries and keys over all heads."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4-mini: Llama without biases, with q, k and v in one matrix, and gate and up in another; a window in every block."""
+"""Phi-3 and Phi-4-mini: Llama without biases, with q, k and v in one matrix, and gate and up in another; a window in every
+block."""
 
 from dataclasses import replace
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,20 @@ def merge_adapter(adapter: str, model: str | None, out: Path, dtype: str | None 
     check_new_folder(out)
     folder = _adapter_folder(adapter)
     base = weights_folder(model) if model is not None else base_of(folder)
+    network, stored, merged, difference = open_merged(folder, base, dtype)
+    _write(network, out, stored, base, folder, merged)
+    return MergeResult(base, len(merged.adapters), difference, merged.tied and not network.config.tied)
+
+
+class Opened(NamedTuple):
+    network: GPT
+    stored: torch.dtype  # to which the weights are rounded
+    merged: Merged
+    difference: float  # largest relative change of the logits
+
+
+def open_merged(folder: Path, base: Path, dtype: str | None = None) -> Opened:
+    """Load a base model and merge the adapter in a folder into it."""
     if merged_adapter(base) == fingerprint(folder):
         raise HandgradError(f"{base} already contains {folder}: merge it into the original model")
     network, stored = _open(base, dtype)
@@ -40,9 +55,7 @@ def merge_adapter(adapter: str, model: str | None, out: Path, dtype: str | None 
     before = network.logits(tokens)
     merged = lora.merge(network)
     _round_weights(network, stored)
-    difference = check_same(before, network.logits(tokens), stored)
-    _write(network, out, stored, base, folder, merged)
-    return MergeResult(base, len(merged.adapters), difference, merged.tied and not network.config.tied)
+    return Opened(network, stored, merged, check_same(before, network.logits(tokens), stored))
 
 
 def unmerge_adapter(adapter: str, model: str | None, out: Path, dtype: str | None = None) -> MergeResult:

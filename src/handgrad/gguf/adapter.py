@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..files.atomic import check_writable, new_file, rename_onto
-from .architectures import ARCHITECTURES, MATRICES, half_split_order
+from .architectures import ARCHITECTURES, MATRICES, interleaved_order
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]  # layer: down (f_in, r), up (r, f_out), scale
 
@@ -88,7 +88,7 @@ def _interleave(b: Tensor, heads: int, layer: str) -> Tensor:
     f_out = len(b)
     if f_out % (2 * heads):
         raise HandgradError(f"{layer}: {f_out} outputs do not divide into {heads} heads of even width")
-    return b[half_split_order(f_out, f_out // heads).argsort()]
+    return b[interleaved_order(f_out, f_out // heads)]
 
 
 def _write(path: Path, tensors: dict[str, Tensor], alpha: float, architecture: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 _ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 _MLP = ("ffn_gate", "ffn_up", "ffn_down")
+_OUTPUT_BIASES = r"rope_freqs\.weight|blk\.\d+\.(attn_output|ffn_\w+)\.bias"
 
 
 class Layer(NamedTuple):
@@ -34,7 +35,27 @@ _BLOCK = {
     "ffn_up": Layer("mlp.up_proj", ("hidden", "d")),
     "ffn_down": Layer("mlp.down_proj", ("d", "hidden")),
 }
-MATRICES = {layer.name: name for name, layer in _BLOCK.items() if len(layer.sizes) == 2}  # Hugging Face's name: GGUF's
+_LFM2_OUTER = {**_OUTER, "token_embd_norm": Layer("model.embedding_norm", ("d",))}
+del _LFM2_OUTER["output_norm"]
+_LFM2_BLOCK = {
+    **_BLOCK,
+    "attn_norm": Layer("operator_norm", ("d",)),
+    "attn_output": Layer("self_attn.out_proj", ("d", "queries")),
+    "attn_q_norm": Layer("self_attn.q_layernorm", ("head",)),
+    "attn_k_norm": Layer("self_attn.k_layernorm", ("head",)),
+    "shortconv.conv": Layer("conv.conv", ("d", "taps")),
+    "shortconv.in_proj": Layer("conv.in_proj", ("gates", "d")),
+    "shortconv.out_proj": Layer("conv.out_proj", ("d", "d")),
+    "ffn_norm": Layer("ffn_norm", ("d",)),
+    "ffn_gate": Layer("feed_forward.w1", ("hidden", "d")),
+    "ffn_up": Layer("feed_forward.w3", ("hidden", "d")),
+    "ffn_down": Layer("feed_forward.w2", ("d", "hidden")),
+}
+MATRICES = {  # Hugging Face's name: GGUF's
+    layer.name: name
+    for name, layer in [*_BLOCK.items(), *_LFM2_BLOCK.items()]
+    if len(layer.sizes) == 2 and name != "shortconv.conv"
+}
 _QK_NORMS = {
     "attn_q_norm": Layer("self_attn.q_norm", ("head",)),
     "attn_k_norm": Layer("self_attn.k_norm", ("head",)),
@@ -53,6 +74,43 @@ _GPT2_BLOCK = {
     "ffn_up": Layer("mlp.c_fc", ("hidden", "d")),
     "ffn_down": Layer("mlp.c_proj", ("d", "hidden")),
 }
+_POST_NORMS = {
+    "post_attention_norm": Layer("post_attention_layernorm", ("d",)),
+    "post_ffw_norm": Layer("post_feedforward_layernorm", ("d",)),
+}
+_GEMMA = _BLOCK | _POST_NORMS | {"ffn_norm": Layer("pre_feedforward_layernorm", ("d",))}
+_OLMO = {name: layer for name, layer in _BLOCK.items() if not name.endswith("_norm")} | {
+    **_POST_NORMS,
+    "attn_q_norm": Layer("self_attn.q_norm", ("queries",)),
+    "attn_k_norm": Layer("self_attn.k_norm", ("keys",)),
+}
+_STARCODER = {name: layer for name, layer in _BLOCK.items() if name != "ffn_gate"} | {
+    "ffn_up": Layer("mlp.c_fc", ("hidden", "d")),
+    "ffn_down": Layer("mlp.c_proj", ("d", "hidden")),
+}
+_PHI = {name: layer for name, layer in _BLOCK.items() if name not in ("attn_q", "attn_k", "attn_v", "ffn_gate")} | {
+    "attn_qkv": Layer("self_attn.qkv_proj", ("qkv", "d")),
+    "ffn_up": Layer("mlp.gate_up_proj", ("gate_up", "d")),
+}
+_NEOX_OUTER = {
+    "token_embd": Layer("gpt_neox.embed_in", ("vocab", "d")),
+    "output_norm": Layer("gpt_neox.final_layer_norm", ("d",)),
+    "output": Layer("embed_out", ("vocab", "d")),
+}
+_NEOX_BLOCK = {
+    "attn_norm": Layer("input_layernorm", ("d",)),
+    "attn_qkv": Layer("attention.query_key_value", ("qkv", "d")),
+    "attn_output": Layer("attention.dense", ("d", "d")),
+    "ffn_norm": Layer("post_attention_layernorm", ("d",)),
+    "ffn_up": Layer("mlp.dense_h_to_4h", ("hidden", "d")),
+    "ffn_down": Layer("mlp.dense_4h_to_h", ("d", "hidden")),
+}
+_SCALES = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
 
 @dataclass(frozen=True)
@@ -69,24 +127,86 @@ class Architecture:
     )  # field of config.json → layers that then have one
     permuted: bool = False  # the rows of q and k are in the order of interleaved rotation
     transposed: tuple[str, ...] = ()  # layers whose weight is (f_in, f_out) in Hugging Face's files
+    unread: str = r"rope_freqs\.weight"  # tensors with which llama.cpp does not open a file; a regular expression
+    whole_width: bool = False  # llama.cpp opens it only if all heads together are as wide as the model
+    model_type: str = ""  # in config.json, if it is not the architecture's name
+    windowed: tuple[str, str] | None = None  # class and model_type of the same network with a sliding window
+    eps: tuple[str, str] = RMS  # GGUF's key and the field of config.json
+    activation: tuple[str, str] = ("hidden_act", "silu")  # field of config.json and its value
+    keys: Mapping[str, str] = field(default_factory=dict)  # other keys → fields of config.json
+    gain_offset: int = 0  # 1: norms hold 1 + w
+    partial: bool = False  # the rotation may leave features out
+    local_base: float = 0.0  # base of the frequencies of blocks with a window; 0: that of all
+    wide_from: int = 0  # a model of that many blocks scales scores by the width over the heads; 0: none does
+    by_head: str = ""  # the layer of which Hugging Face's files have q, k and v of each head side by side
 
 
 ARCHITECTURES = {
     "llama": Architecture(
-        "LlamaForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}
+        "LlamaForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}, unread="",
+        windowed=("MistralForCausalLM", "mistral"),
     ),
     "smollm3": Architecture(
-        "SmolLM3ForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}
+        "SmolLM3ForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
+        unread=_OUTPUT_BIASES,
     ),
-    "qwen2": Architecture("Qwen2ForCausalLM", _BLOCK, biases=_ATTENTION[:3]),
-    "qwen3": Architecture("Qwen3ForCausalLM", _BLOCK | _QK_NORMS, choices={"attention_bias": _ATTENTION}),
+    "qwen2": Architecture("Qwen2ForCausalLM", _BLOCK, biases=_ATTENTION[:3], whole_width=True),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", _BLOCK | _QK_NORMS, choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", _LFM2_BLOCK, _LFM2_OUTER, eps=("attention.layer_norm_rms_epsilon", "norm_eps")
+    ),
     "gpt2": Architecture(
         "GPT2LMHeadModel", _GPT2_BLOCK, _GPT2_OUTER, "transformer.h", biases=("output_norm", *_GPT2_BLOCK),
         transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", _GEMMA, activation=("hidden_activation", "gelu_pytorch_tanh"), keys=_CAPS, gain_offset=1,
+        windowed=("Gemma2ForCausalLM", "gemma2"), wide_from=46,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", _GEMMA | _QK_NORMS, model_type="gemma3_text", keys=_CAPS, gain_offset=1,
+        activation=("hidden_activation", "gelu_pytorch_tanh"), windowed=("Gemma3ForCausalLM", "gemma3_text"),
+        wide_from=62, local_base=10_000.0,
+    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, windowed=("Olmo3ForCausalLM", "olmo3"), whole_width=True),
+    "granite": Architecture("GraniteForCausalLM", _BLOCK, permuted=True, keys=_SCALES, unread=""),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM", _STARCODER, biases=("output_norm", *_STARCODER),
+        eps=("attention.layer_norm_epsilon", "norm_epsilon"), activation=("hidden_act", "gelu_pytorch_tanh"),
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM", {name: layer for name, layer in _BLOCK.items() if name != "ffn_norm"}, model_type="cohere",
+        eps=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"},
+    ),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM", {name: layer for name, layer in _BLOCK.items() if name != "ffn_norm"},
+        eps=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"},
+        windowed=("Cohere2ForCausalLM", "cohere2"),
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM", _NEOX_BLOCK, _NEOX_OUTER, "gpt_neox.layers", model_type="gpt_neox",
+        biases=("output_norm", *_NEOX_BLOCK), eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        activation=("hidden_act", "gelu"), keys={"use_parallel_residual": "use_parallel_residual"}, partial=True,
+        by_head="attn_qkv",
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", _PHI, windowed=("Phi3ForCausalLM", "phi3"), partial=True, unread="",
+    ),
 }  # fmt: skip
+
+
+def by_head_order(n: int, heads: int) -> Tensor:
+    """Indices that take n rows from q, k and v one after the other to those of each head side by side."""
+    return torch.arange(n).view(3, heads, -1).transpose(0, 1).flatten()
 
 
 def half_split_order(n: int, d_head: int) -> Tensor:
     """Indices that take n rows from the interleaved order of each head, 0 1 2 3 …, to the half-split one, 0 2 4 … 1 3 5 …"""
     return torch.arange(n).view(-1, d_head // 2, 2).transpose(1, 2).flatten()
+
+
+def interleaved_order(n: int, d_head: int) -> Tensor:
+    """The inverse of `half_split_order`."""
+    return half_split_order(n, d_head).argsort()

@@ -13,7 +13,7 @@ Here every count is compared with a maximum and with the bytes that are left bef
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite, prod
 from pathlib import Path
@@ -52,11 +52,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """`tensors` are views of the mapped file; writing to them does not change the file."""
+    """`tensors` are views of the mapped file; writing to them does not change the file. `kinds` are the types of the
+    metadata, and of the elements of arrays."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Stored]
+    kinds: dict[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def text(self, key: str, default: str | None = None) -> str:
         """The string under `key`. Raises if it is missing and there is no default."""
@@ -117,7 +119,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
             raise HandgradError(f"cannot read {path}: {(reason.strerror or str(reason)).lower()}") from None
     header = _Header(path, mapped)
     metadata, table = header.read()
-    return GGUFFile(path, metadata, _map_tensors(path, mapped, header.at, metadata, table))
+    return GGUFFile(path, metadata, _map_tensors(path, mapped, header.at, metadata, table), header.kinds)
 
 
 def dequantize(stored: Stored) -> Tensor:
@@ -169,6 +171,7 @@ class _Header:
         self.at = len(_MAGIC)
         self.end = min(len(mapped), HEADER_BYTES)
         self.values = 0  # elements of arrays read so far
+        self.kinds: dict[str, tuple[int, int | None]] = {}
 
     def read(self) -> tuple[dict[str, Any], list[_Entry]]:
         n_tensors, n_entries = self._counts()
@@ -177,6 +180,7 @@ class _Header:
             name = self._string("the name of a metadata entry")
             if name in metadata:
                 self._fail(f"the metadata has two entries {shown(name)}", "convert the model again")
+            self.kinds[name] = self._kinds_here()
             metadata[name] = self._value(shown(name))
         split = metadata.get("split.count")
         if type(split) is int and split > 1:
@@ -195,6 +199,11 @@ class _Header:
             if n > MAX_ENTRIES:
                 self._fail(f"it claims {n:,} {what}; the maximum is {MAX_ENTRIES:,}", DAMAGED)
         return counts[0], counts[1]
+
+    def _kinds_here(self) -> tuple[int, int | None]:
+        """The type of the value that begins here, if the file has it, and that of an array's elements."""
+        kind, of = struct.unpack("<II", self.mapped[self.at : self.at + 8].ljust(8, b"\0"))
+        return kind, of if kind == _ARRAY else None
 
     def _value(self, name: str) -> Any:
         (kind,) = self._unpack("I", name)

@@ -1,6 +1,6 @@
 """Models in GGUF files: their config.json and tensors as Hugging Face's directories have them.
 
-llama (Llama, Mistral, SmolLM2, TinyLlama), smollm3, qwen2, qwen3, gpt2. Matrices stay packed. In llama and smollm3 the rows
+The tables of `architectures.py` say which. Matrices stay packed. In llama and smollm3 the rows
 of q and k are stored for interleaved rotation; they are moved to Hugging Face's half-split order, whole rows at a time.
 GPT-2's matrices are stored the other way round than in its Hugging Face files, so they are unpacked. Metadata that would
 change the computation and cannot be expressed in config.json are refused by name.
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..checks import check_integer
 from ..errors import HandgradError, shown
-from .architectures import ARCHITECTURES, Architecture, half_split_order
+from ..families import FAMILIES
+from .architectures import ARCHITECTURES, Architecture, by_head_order, half_split_order
 from .file import GGUFFile, Stored, can_dequantize, dequantize, open_gguf
 
 # Metadata under the architecture's name that are read, or that change nothing.
@@ -28,13 +29,16 @@ _READ = {
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
     "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
-    "rope.scaling.finetuned", "tensor_data_layout",
+    "rope.scaling.finetuned", "tensor_data_layout", "rope.freq_base_swa",
+    "shortconv.l_cache",
 }  # fmt: skip
 
 # Those that every file has.
 _NEEDED = ("embedding_length", "attention.head_count", "block_count", "context_length")
 
-_TABLES = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # not parameters
+_TABLES = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)  # not parameters
 
 
 class GGUFModel(NamedTuple):
@@ -46,6 +50,12 @@ class GGUFModel(NamedTuple):
 def read_model(path: str | Path) -> GGUFModel:
     """Read the configuration and the tensors of a GGUF file, without unpacking matrices."""
     file = open_gguf(path)
+    architecture, config, sizes = describe(file)
+    return GGUFModel(config, _tensors(file, architecture, config, sizes), file)
+
+
+def describe(file: GGUFFile) -> tuple[Architecture, dict[str, Any], dict[str, int]]:
+    """What the metadata and the shapes of the tensors say: the architecture, config.json and the sizes of its layers."""
     if (kind := file.text("general.type", "model")) != "model":
         raise HandgradError(f"{file.path} is of the type {shown(kind)}, not a model")
     name = file.text("general.architecture")
@@ -56,7 +66,7 @@ def read_model(path: str | Path) -> GGUFModel:
     architecture = ARCHITECTURES[name]
     _refuse_unknown_metadata(file, name)
     config, sizes = (_gpt2_config if name == "gpt2" else _config)(_Metadata(file, name), architecture)
-    return GGUFModel(config, _tensors(file, architecture, config, sizes), file)
+    return architecture, config, sizes
 
 
 class _Metadata:
@@ -98,7 +108,7 @@ def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
     missing = [key for name in _NEEDED if (key := f"{architecture}.{name}") not in file.metadata]
     for key, value in file.metadata.items():
         owner, _, name = key.partition(".")
-        if owner == architecture and name not in _READ and value:
+        if owner == architecture and name not in {*_READ, *ARCHITECTURES[architecture].keys} and value:
             without = f" has no {missing[0]} in its metadata, and" if missing else ":"
             raise HandgradError(f"{file.path}{without} {key} is {shown(value)}, which is not supported")
     if file.metadata.get(f"{architecture}.attention.causal", True) is not True:
@@ -108,11 +118,12 @@ def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
 
 
 def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
-    """The config.json of the Llama-like architectures, and the sizes of their layers."""
-    file = given.file
+    """The config.json of every architecture but GPT-2's, and the sizes of its layers."""
+    file, name = given.file, given.architecture
     d = given.integer("embedding_length", "d_model")
     heads = given.integer("attention.head_count", "n_heads")
-    kv_heads = given.integer("attention.head_count_kv", "n_heads", heads)
+    blocks = given.integer("block_count", "n_blocks")
+    kv_heads, conv = _kv_heads(given, heads, blocks)
     d_head = given.integer("attention.key_length", "d_head", d // heads or 1)
     if not given.has("attention.key_length") and d % heads:
         given.refuse("attention.head_count", f"which does not divide the width {d}")
@@ -120,14 +131,18 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         given.refuse("attention.head_count_kv", f"which does not divide the {heads} heads")
     if given.integer("attention.value_length", "d_head", d_head) != d_head:
         given.refuse("attention.value_length", f"and keys have {d_head}; only equal widths are supported")
-    if given.integer("rope.dimension_count", "d_head", d_head) != d_head:
+    rotated = given.integer("rope.dimension_count", "d_head", d_head)
+    if rotated != d_head and not (architecture.partial and rotated < d_head):
         given.refuse("rope.dimension_count", f"and heads have {d_head}; only a rotation of whole heads is supported")
-    if d_head % 2:
-        given.refuse("attention.key_length", f"and heads have {d_head}; rotation needs an even width")
-    blocks = given.integer("block_count", "n_blocks")
+    if rotated % 2:
+        key = "rope.dimension_count" if architecture.partial else "attention.key_length"
+        given.refuse(key, f"and heads have {d_head}; rotation needs an even width")
+    rope = _rope(given, rotated)
+    if architecture.partial:
+        rope["partial_rotary_factor"] = rotated / d_head
     config = {
-        **_common(file, architecture, given.architecture),
-        "vocab_size": _vocabulary_size(file, given.architecture),
+        **_common(file, architecture, architecture.model_type or name),
+        "vocab_size": _vocabulary_size(file, name),
         "max_position_embeddings": given.integer("context_length", "n_context"),
         "hidden_size": d,
         "intermediate_size": given.integer("feed_forward_length", "d_hidden"),
@@ -135,24 +150,75 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": d_head,
-        "hidden_act": "silu",
-        "rms_norm_eps": given.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(given, d_head),
+        architecture.activation[0]: architecture.activation[1],
+        architecture.eps[1]: given.number(architecture.eps[0]),
+        "rope_parameters": rope,
+        **_by_keys(given, architecture),
     }
+    if name == "lfm2":
+        del config["hidden_act"]
+        config |= {
+            "conv_L_cache": given.integer("shortconv.l_cache", "conv_taps"),
+            "layer_types": ["conv" if i in conv else "full_attention" for i in range(blocks)],
+            "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
     for choice, layers in architecture.choices.items():
         config[choice] = any(f"blk.0.{layer}.bias" in file.tensors for layer in layers)
-    if given.architecture == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
+    if name == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
         config |= {"no_rope_layer_interval": 4, "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(blocks)]}
-    if given.file.metadata.get(f"{given.architecture}.attention.sliding_window"):
-        if given.architecture != "llama":
+    if architecture.wide_from:
+        config["query_pre_attn_scalar"] = d // heads if blocks == architecture.wide_from else d_head
+    if architecture.local_base:
+        local = given.number("rope.freq_base_swa", architecture.local_base)
+        config["rope_parameters"] = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    if given.file.metadata.get(f"{name}.attention.sliding_window"):
+        if architecture.windowed is None:
             given.refuse("attention.sliding_window", "which is not supported")
+        assert architecture.windowed is not None  # refused above
+        model_class, model_type = architecture.windowed
         window = given.integer("attention.sliding_window", "n_context")
-        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+        config |= {"architectures": [model_class], "model_type": model_type, "sliding_window": window}
     sizes = {
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
-        "queries": heads * d_head, "keys": kv_heads * d_head,
+        "queries": heads * d_head, "keys": kv_heads * d_head, "qkv": (heads + 2 * kv_heads) * d_head,
+        "gate_up": 2 * config["intermediate_size"], "heads": heads, "gates": 3 * d,
+        "taps": config.get("conv_L_cache", 0),
     }  # fmt: skip
+    fields = FAMILIES[config["model_type"]].fields
+    if "head_dim" not in fields:
+        del config["head_dim"]
+        if d_head * heads != d:
+            given.refuse("attention.key_length", f"and {heads} heads of a model of width {d} have {d // heads}")
+    if "num_key_value_heads" not in fields:
+        del config["num_key_value_heads"]
     return config, sizes
+
+
+def _kv_heads(given: _Metadata, heads: int, blocks: int) -> tuple[int, set[int]]:
+    """Heads of keys and values, and the blocks of an architecture with short convolutions that have none."""
+    key = "attention.head_count_kv"
+    if given.architecture != "lfm2" or not isinstance(given.file.metadata.get(f"lfm2.{key}"), list):
+        return given.integer(key, "n_heads", heads), set()
+    counts = given.file.array(f"lfm2.{key}", int, [])
+    found = {count for count in counts if count}
+    if len(counts) != blocks or len(found) > 1:
+        given.refuse(key, f"which is not 0 or one number of heads for each of the {blocks} blocks")
+    kv_heads = next(iter(found), heads)
+    check_integer("n_heads", kv_heads, f"{given.file.path}: lfm2.{key}")
+    return kv_heads, {i for i, count in enumerate(counts) if not count}
+
+
+def _by_keys(given: _Metadata, architecture: Architecture) -> dict[str, Any]:
+    """The fields of config.json for which the architecture has keys of its own."""
+    found: dict[str, Any] = {}
+    for key, name in architecture.keys.items():
+        value = given.file.metadata.get(f"{given.architecture}.{key}")
+        if value is not None:
+            found[name] = value if isinstance(value, bool) else given.number(key)
+    return found
 
 
 def _gpt2_config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
@@ -209,6 +275,8 @@ def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
     base = given.number("rope.freq_base", 10_000.0)
     kind = given.text("rope.scaling.type", "none")
     factor = given.factor("rope.scaling.factor") * given.factor("rope.scale_linear")
+    if "rope_factors_long.weight" in given.file.tensors:
+        return _longrope(given, base)
     only_yarn = ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor") if kind == "yarn" else ()
     for key in ("rope.scaling.attn_factor", *only_yarn):
         if given.factor(key) != 1:
@@ -222,7 +290,7 @@ def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
     if kind in ("none", "linear"):
         return unscaled if factor == 1 else {"rope_type": "linear", "rope_theta": base, "factor": factor}
     if kind != "yarn":
-        given.refuse("rope.scaling.type", "only none, linear and yarn are supported")
+        given.refuse("rope.scaling.type", "only none, linear, yarn and longrope are supported")
     return {
         "rope_type": "yarn",
         "rope_theta": base,
@@ -230,6 +298,19 @@ def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
         "original_max_position_embeddings": given.integer("rope.scaling.original_context_length", "n_context"),
         "beta_fast": given.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": given.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _longrope(given: _Metadata, base: float) -> dict[str, Any]:
+    tables = {name: given.file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
+    if any(table is None for table in tables.values()):
+        raise HandgradError(f"{given.file.path} has only one of rope_factors_long.weight and rope_factors_short.weight")
+    return {
+        "rope_type": "longrope",
+        "rope_theta": base,
+        "original_max_position_embeddings": given.integer("rope.scaling.original_context_length", "n_context"),
+        "attention_factor": given.factor("rope.scaling.attn_factor"),
+        **{f"{name}_factor": dequantize(x).flatten().tolist() for name, x in tables.items() if x is not None},
     }
 
 
@@ -268,10 +349,9 @@ def _tensors(
     file: GGUFFile, architecture: Architecture, config: dict[str, Any], sizes: dict[str, int]
 ) -> dict[str, Stored]:
     """The tensors by Hugging Face's names. Every one that the configuration implies, and no other."""
-    n_blocks = config.get("num_hidden_layers") or config["n_layer"]
     tensors = {}
     used = set()
-    for name, hf_name, shape in _expected(architecture, config, sizes, n_blocks):
+    for name, hf_name, shape in expected(architecture, config, sizes):
         stored = file.tensors.get(name)
         if stored is None:
             raise HandgradError(f"{file.path} has no tensor {name}: convert the model again")
@@ -283,8 +363,15 @@ def _tensors(
         layer = name.split(".")[-2]
         if architecture.permuted and layer in ("attn_q", "attn_k"):
             stored = _half_split(stored, sizes["head"], f"{file.path}: {name}")
+        if layer == architecture.by_head:
+            stored = _reordered(stored, by_head_order(shape[0], sizes["heads"]), f"{file.path}: {name}")
         if layer in architecture.transposed and len(shape) == 2:
             stored = _transposed(stored)
+        if name.endswith("shortconv.conv.weight"):  # (d, 1, L) in Hugging Face's files
+            stored = Stored("F32", (shape[0], 1, shape[1]), dequantize(stored).contiguous().view(torch.uint8))
+        if architecture.gain_offset and layer.endswith("norm"):
+            gain = dequantize(stored) - architecture.gain_offset
+            stored = Stored("F32", shape, gain.view(torch.uint8))
         tensors[hf_name] = stored
     for name in file.tensors:
         if name not in used and not _TABLES.fullmatch(name):
@@ -292,17 +379,21 @@ def _tensors(
     return tensors
 
 
-def _expected(
-    architecture: Architecture, config: dict[str, Any], sizes: dict[str, int], n_blocks: int
+def expected(
+    architecture: Architecture, config: dict[str, Any], sizes: dict[str, int]
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """GGUF's name, Hugging Face's name and the stored shape of every tensor."""
+    n_blocks = config.get("num_hidden_layers") or config["n_layer"]
     with_bias = {*architecture.biases}
     for choice, layers in architecture.choices.items():
         with_bias |= {*layers} if config[choice] else set()
     groups = [("", "", architecture.outer)]
     groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(n_blocks)]
     for prefix, hf_prefix, layers_of_group in groups:
+        absent = _absent(config, prefix)
         for name, layer in layers_of_group.items():
+            if absent and name.startswith(absent):
+                continue
             if name == "output" and config["tie_word_embeddings"]:
                 continue
             shape = tuple(sizes[size] for size in layer.sizes)
@@ -311,10 +402,22 @@ def _expected(
                 yield f"{prefix}{name}.bias", f"{hf_prefix}{layer.name}.bias", shape[:1]
 
 
+def _absent(config: dict[str, Any], prefix: str) -> tuple[str, ...]:
+    """What the layers are called that a block with a short convolution, or with attention, does not have."""
+    if not prefix or "conv_L_cache" not in config:
+        return ()
+    conv = config["layer_types"][int(prefix.split(".")[1])] == "conv"
+    return ("attn_q", "attn_k", "attn_v", "attn_output") if conv else ("shortconv.",)
+
+
 def _half_split(stored: Stored, d_head: int, name: str) -> Stored:
     """Move the rows of each head from the interleaved order to the half-split one."""
+    return _reordered(stored, half_split_order(stored.shape[0], d_head), name)
+
+
+def _reordered(stored: Stored, order: Tensor, name: str) -> Stored:
+    """The rows of a matrix, or the entries of a bias, in another order."""
     n = stored.shape[0]
-    order = half_split_order(n, d_head)
     if len(stored.shape) == 2:
         return Stored(stored.kind, stored.shape, stored.data[order])
     if stored.kind not in ("F32", "F16", "BF16"):

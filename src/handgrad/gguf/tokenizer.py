@@ -161,6 +161,14 @@ def _byte_pairs(file: GGUFFile, vocabulary: dict[str, int], splitting: Splitting
         merges.append((merge[:space], merge[space + 1 :]))
     with library_errors(f"{file.path}: the tokens and merges are not a vocabulary"):
         inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.whole_words))
+    split_words(inner, splitting)
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.ByteLevel(trim_offsets=False)
+    return inner
+
+
+def split_words(inner: tokenizers.Tokenizer, splitting: Splitting) -> None:
+    """Let a byte-level tokenizer split text in this way."""
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
     if splitting.pattern is not None:
         split = pre_tokenizers.Split(Regex(splitting.pattern), "isolated")
@@ -168,11 +176,8 @@ def _byte_pairs(file: GGUFFile, vocabulary: dict[str, int], splitting: Splitting
     elif splitting.digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
         inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.ByteLevel(trim_offsets=False)
     if splitting.compose:
         inner.normalizer = normalizers.NFC()
-    return inner
 
 
 def _sentencepiece(
@@ -192,11 +197,16 @@ def _sentencepiece(
         model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     inner = tokenizers.Tokenizer(model)
     prefix = file.boolean("tokenizer.ggml.add_space_prefix", True)
-    spaces = normalizers.Replace(" ", SPACE)
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    inner.normalizer = sentencepiece_spaces(prefix)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return inner
+
+
+def sentencepiece_spaces(prefix: bool) -> normalizers.Normalizer:
+    """Write spaces as SentencePiece does, and one before the text with `prefix`."""
+    spaces = normalizers.Replace(" ", SPACE)
+    return normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
 
 
 def _merges_of_scores(

@@ -254,7 +254,7 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, double
                     for (size c = 0; c < from[r]; c++) rho_t[c] = raw_t[c] = 0;
                     if (cap > 0)
                         for (size c = from[r]; c < to[r]; c++) {
-                            real t = tanh_(inner * rho_t[c]);
+                            real t = tanh_of_score(inner * rho_t[c]);
                             rho_t[c] = exp_(c_ * t - row_lse);
                             raw_t[c] = (raw_t[c] - row_shift) * (rho_t[c] * factor) * (1 - t * t);
                         }

@@ -3,7 +3,6 @@
 Rows are the first dimension; the last one must be contiguous. (n, w), or (n, h, w) for heads.
 """
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from . import library
+from .scores import Scores as Scores
 
 Shape = tuple[int, ...]  # or torch.Size
 
@@ -252,26 +252,6 @@ def softmax_loss(logits: Tensor, targets: Tensor, weight: float, losses: Tensor)
         float(weight), *_numbers(n, torch.float64, losses),
     )  # fmt: skip
     _check(found, f"a target is not one of the {width:,} logits")
-
-
-class Scores(NamedTuple):
-    """How a query and a key become a score, s = σ q·k or c tanh(s/c), and which keys a query sees."""
-
-    causal: bool = True
-    window: int | None = None  # keys that a query sees, itself included; None: all before it
-    scale: float | None = None  # σ; None: 1/√d_ρ
-    cap: float | None = None  # c, which no score exceeds; None: none
-
-    def factor(self, d_rho: int) -> float:
-        """σ"""
-        return d_rho**-0.5 if self.scale is None else self.scale
-
-    def numbers(self, d_rho: int) -> list[float]:
-        """σ and c as kernels take them; no cap is 0."""
-        factor, cap = self.factor(d_rho), self.cap or 0.0
-        if not 0 < factor < math.inf or not 0 <= cap < math.inf:
-            raise HandgradError(f"scores with scale={self.scale} and cap={self.cap}: both must be numbers above 0")
-        return [factor, cap]
 
 
 class Sequences(NamedTuple):

@@ -118,14 +118,16 @@ static inline real exp_(real x) {
 /* tanh x = y / (y + 2), y = e^2x − 1, without cancellation; relative error for float: 4 units in the last place */
 static inline real tanh_(real x) {
     if (sizeof(real) == 8) return (real)tanh((double)x);
-    float t = (float)x, size = t < 0 ? -t : t;
-    power e = power_of_e(2 * (size > 10.0f ? 10.0f : size));
-    float y = e.two == 1.0f ? e.p : (e.p + 1.0f) * e.two - 1.0f, found = y / (y + 2.0f); /* small numbers have no 1 to lose */
-    return (real)(t < 0 ? -found : found);
+    power e = power_of_e(2 * (float)x);
+    float y = e.two == 1.0f ? e.p : (e.p + 1.0f) * e.two - 1.0f; /* small numbers have no 1 to lose */
+    return (real)(y / (y + 2.0f));
 }
+
+/* tanh of a score divided by its cap; a sum that overflowed has no sign to rely on, and stays no number */
+static inline real tanh_of_score(real x) { return x > -(real)INFINITY && x < (real)INFINITY ? tanh_(x) : (real)NAN; }
 
 /* c tanh(x/c) of `count` numbers: capped scores, of which none is beyond ±c */
 static inline void cap_scores(size count, real *restrict x, double scale, double cap) {
     real factor = (real)(scale / cap), c = (real)cap;
-    for (size i = 0; i < count; i++) x[i] = c * tanh_(factor * x[i]);
+    for (size i = 0; i < count; i++) x[i] = c * tanh_of_score(factor * x[i]);
 }

@@ -23,7 +23,8 @@ class _Inputs(NamedTuple):
 
 def _inputs(rng: RandomInputs) -> _Inputs:
     n, d_rho, d_h = rng.size(3, 9), rng.size(2, 6), rng.size(2, 6)
-    return _Inputs(*(rng.matrix(n, w) for w in (d_rho, d_rho, d_h, d_h)), 1 + rng.matrix(1)[0])
+    q, k, v, delta = (rng.matrix(n, w) for w in (d_rho, d_rho, d_h, d_h))
+    return _Inputs(q, k, v, delta, 1 + rng.matrix(1)[0])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sigma: float) -> Tensor:
@@ -69,7 +70,7 @@ def another_scale(rng: RandomInputs) -> float:
     """a = softmax(mask(σ q kᵗ)) v ∈ (n_T, d_h) for any σ; σ = 1/√d_ρ is the paper's"""
     x = _inputs(rng)
     own = scores.forward(x.q, x.k, x.v, x.q.shape[1] ** -0.5).a
-    errors = [relative_error(own, F.scaled_dot_product_attention(*(y[None] for y in x[:3]), is_causal=True)[0])]
+    errors = [relative_error(own, F.scaled_dot_product_attention(x.q[None], x.k[None], x.v[None], is_causal=True)[0])]
     for sigma in SCALES:
         errors.append(relative_error(scores.forward(x.q, x.k, x.v, sigma).a, _attend(x.q, x.k, x.v, sigma)))
     return max(errors)

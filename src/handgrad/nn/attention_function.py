@@ -7,6 +7,7 @@ Calls that it cannot compute go to transformers' function for "sdpa". The first 
 both ways, values and gradients: if they differ, that kind is left to torch, with a warning.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from .heads import Layout, attention, causal_layout, kind_of, layout_of_mask
 from .parts import fell_back, one_dtype, precision_of, why_not_tensors
 
 NAME, ORIGINAL = "handgrad", "sdpa"
-_CHANGES_SCORES = ("position_bias", "cache", "softcap", "output_attentions")  # what transformers' function looks at
+_CHANGES_SCORES = (
+    "position_bias",
+    "cache",
+    "softcap",
+    "s_aux",
+    "output_attentions",
+)  # what transformers' function looks at
 
 
 def register() -> None:
@@ -81,16 +88,19 @@ def _layout(
     if k.shape[1] * groups != q.shape[1] or v.shape[:3] != k.shape[:3]:
         return f"{q.shape[1]} heads of queries, {k.shape[1]} of keys, in groups of {groups}"
     batch, _, length, _ = q.shape
+    layout: Layout | str
     if mask is None:
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        found: Layout | str = causal_layout(batch, length) if causal or length == 1 else "attention that is not causal"
+        layout = causal_layout(batch, length) if causal or length == 1 else "attention that is not causal"
     else:
-        found = layout_of(mask, batch, length, options.get("sliding_window"))
+        layout = layout_of(mask, batch, length, options.get("sliding_window"))
     scale = options.get("scaling")
-    if isinstance(found, str) or scale is None or abs(scale * q.shape[-1] ** 0.5 - 1) <= 1e-9:
-        return found
-    return found._replace(scores=found.scores._replace(scale=scale))
+    if isinstance(layout, str) or scale is None or abs(scale * q.shape[-1] ** 0.5 - 1) <= 1e-9:
+        return layout
+    if not 0 < scale < math.inf:
+        return f"scores multiplied by {scale:g}"
+    return layout._replace(scores=layout.scores._replace(scale=float(scale)))
 
 
 def layout_of(mask: Tensor, batch: int, length: int, window: int | None) -> Layout | str:

@@ -117,8 +117,8 @@ def attention(
 ) -> Tensor:
     """softmax(mask(q kᵗ/√d_ρ)) v of every head: (B, T, h d_ρ) → (B, T, h d_h). Without k and v, q holds all three side by
     side. Another `scale` takes the place of 1/√d_ρ; with a `cap` c scores s become c tanh(s/c); `sinks` (h) are scores
-    without a key. Each of the B rows is a sequence unless a `layout` says which keys a query sees. With the `precision` "mixed"
-    operands and output are rounded to bfloat16; sums, gradients and the dtype of the output are float32."""
+    without a key. Each of the B rows is a sequence unless a `layout` says which keys a query sees. With the `precision`
+    "mixed" operands and output are rounded to bfloat16; sums, gradients and the dtype of the output are float32."""
     if layout is None:
         if q.ndim != 3:
             raise HandgradError(f"attention takes queries of shape (B, T, width), not {tuple(q.shape)}")

@@ -21,57 +21,21 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import HandgradError
 from ..kernels import calls
 from ..kernels.calls import Scores as Scores
 from . import _tiles
+from ._scores import at_least_float32, tanh_of_scores, with_sinks
+from ._scores import attend_with_mask as attend_with_mask
+from ._scores import scores_of as scores_of
+from ._spans import Span as Span
+from ._spans import Spans as Spans
+from ._spans import spans_of as spans_of
 
 FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more than 1e-4 of its value
 PLAIN = Scores()  # of the paper
-
-
-class Span(NamedTuple):
-    """Neighboring sequences of equal length, and their queries."""
-
-    keys: slice  # their rows of k and v
-    queries: slice  # their rows of q
-    sequences: int
-    positions: list[int] | None  # of the queries in their sequence, ascending; None: every token is a query
-
-    @property
-    def length(self) -> int:
-        return (self.keys.stop - self.keys.start) // self.sequences  # type: ignore[no-any-return]
-
-
-Spans = tuple[Span, ...]
-
-
-def spans_of(lengths: tuple[int, ...], rows: Tensor | None = None) -> Spans:
-    """The spans of sequences packed end to end; with `rows` (ascending), only those rows of the stream are queries."""
-    spans: list[Span] = []
-    if rows is not None:
-        n_queries = 0
-        start = 0
-        for length, inside in zip(lengths, _rows_of_each(lengths, rows), strict=True):
-            queries = slice(n_queries, n_queries + len(inside))
-            spans.append(Span(slice(start, start + length), queries, 1, inside))
-            start += length
-            n_queries += len(inside)
-        return tuple(span for span in spans if span.positions)
-    start = i = 0
-    while i < len(lengths):
-        count = 1
-        while i + count < len(lengths) and lengths[i + count] == lengths[i]:
-            count += 1
-        all_rows = slice(start, start + count * lengths[i])
-        if lengths[i]:  # an empty sequence has no queries
-            spans.append(Span(all_rows, all_rows, count, None))
-        start += count * lengths[i]
-        i += count
-    return tuple(spans)
 
 
 class Saved(NamedTuple):
@@ -89,8 +53,8 @@ def forward(
     """a^h = softmax(mask(q kᵗ/√d_ρ)) v for every head and every sequence   (18), (34)"""
     _check(q, k, v, scores)
     a = v.new_empty(*q.shape[:2], v.shape[2])
-    lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
-    sinks = None if sinks is None else sinks.detach().to(lse.dtype)
+    lse = torch.empty(q.shape[:2], dtype=at_least_float32(v.dtype), device=v.device)
+    sinks = None if sinks is None else sinks.detach().to(lse.dtype).contiguous()
     saved = Saved(q, k, v, a, lse, sinks)
     if _rows_in(span.queries for span in spans) < len(q):  # a row that is no query, as of padding, sees no key
         a.zero_()
@@ -106,7 +70,7 @@ def forward(
             queries, keys, values = (_by_head(x, rows, span) for x, rows in operands)
             out, row_lse = _forward_by_library(queries, keys, values, seen)
             if sinks is not None:
-                out, row_lse = _with_sinks(out, row_lse, sinks[:, None])
+                out, row_lse = with_sinks(out, row_lse, sinks[:, None])
             _by_head(a, span.queries, span).copy_(out)
             _by_head(lse, span.queries, span).copy_(row_lse)
         else:
@@ -155,8 +119,8 @@ def sink_signals(delta: Tensor, saved: Saved, spans: Spans) -> Tensor:
 def maps(
     delta: Tensor, saved: Saved, lengths: tuple[int, ...], scores: Scores = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ρ and the error signals of what the softmax reads, Δ_causal, and of q kᵗ, Δ_raw, of every head over the packed stream,
-    (h, n, n), zero between sequences, for inspection. The same tiles as in the backward pass, each as large as a sequence."""
+    """ρ and the error signals of what the softmax reads, Δ_causal, and of q kᵗ, Δ_raw, of every head over the packed stream
+    (h, n, n), zero between sequences, for inspection. The same tiles as in the backward pass, as large as a sequence."""
     a, lse = saved.a, saved.lse
     n, n_heads = lse.shape
     repeat = n_heads // saved.k.shape[1]
@@ -194,7 +158,7 @@ def rho_tile(q: Tensor, k: Tensor, lse: Tensor, masks: _tiles.Masks, of: Scores)
     if of.cap is None:
         scores = torch.baddbmm(lse[..., None], q, k.transpose(1, 2), beta=-1, alpha=factor)
     else:
-        tanh = torch.bmm(q, k.transpose(1, 2)).mul_(factor / of.cap).tanh_()
+        tanh = tanh_of_scores(torch.bmm(q, k.transpose(1, 2)).mul_(factor / of.cap))
         slope = 1 - tanh * tanh
         scores = tanh.mul_(of.cap).sub_(lse[..., None])
     for rows, _ in masks:
@@ -276,20 +240,7 @@ def _forward_in_tiles(
         lse[:, rows] = torch.logsumexp(scores, 2)
         rho = torch.softmax(scores, 2) if _needs_float64(lse[:, rows]) else scores.sub_(lse[:, rows, None]).exp_()
         out[:, rows] = torch.bmm(rho, v[:, seen])
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
-
-
-def scores_of(q: Tensor, k: Tensor, of: Scores) -> Tensor:
-    """q kᵗ/√d_ρ, or with the scale and the cap of a model. (…, rows, columns)"""
-    scores = (q @ k.mT).mul_(of.factor(q.shape[-1]))
-    return scores if of.cap is None else scores.div_(of.cap).tanh_().mul_(of.cap)
-
-
-def _with_sinks(a: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """a exp(lse − lse'), lse' = log(exp lse + exp b): what a softmax gives that has one more score, without a value. The
-    shape of the sinks b is that of lse, as far as it has one."""
-    joined = torch.logaddexp(lse, sinks.expand(lse.shape))
-    return a * (lse - joined).exp_()[..., None].to(a.dtype), joined
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def _stacked_sinks(saved: Saved, span: Span, dtype: torch.dtype) -> Tensor | None:
@@ -297,24 +248,6 @@ def _stacked_sinks(saved: Saved, span: Span, dtype: torch.dtype) -> Tensor | Non
     if saved.sinks is None:
         return None
     return _stack(saved.sinks.expand(saved.lse.shape), span.queries, span, saved.k.shape[1], dtype)
-
-
-def attend_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, of: Scores, sinks: Tensor | None) -> Tensor:
-    """Attention of a few new queries (b, h, t, d_ρ) to cached keys and values (b, h_kv, n, …), without kernels and without a
-    backward pass. The mask is added to the scores (b, h, t, n); sinks (h, t), or as far as they differ. → (b, h, t, d_h)"""
-    grouped = q.shape[1] != k.shape[1]
-    if of.cap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=of.scale, enable_gqa=grouped)
-    dtype = _at_least_float32(q.dtype)
-    wide = [q.to(dtype), *(x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))]
-    scores = scores_of(wide[0], wide[1], of)
-    if mask is not None:
-        scores += mask
-    lse = torch.logsumexp(scores, 3)
-    a = scores.sub_(lse[..., None]).exp_() @ wide[2]
-    if sinks is not None:
-        a = _with_sinks(a, lse, sinks.to(dtype))[0]
-    return a.to(v.dtype)
 
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -369,21 +302,6 @@ def _sequences(spans: Spans, m: int) -> calls.Sequences:
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rows_of_each(lengths: tuple[int, ...], rows: Tensor) -> list[list[int]]:
-    """Positions within their sequence of the given rows of the packed stream, one list per sequence."""
-    inside: list[list[int]] = []
-    start = i = 0
-    listed = rows.tolist()
-    for length in lengths:
-        mine = []
-        while i < len(listed) and listed[i] < start + length:
-            mine.append(listed[i] - start)
-            i += 1
-        inside.append(mine)
-        start += length
-    return inside
-
-
 def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
     """(count · T, h, …) → (count, h, T, …), a view"""
     part = x[rows]
@@ -433,6 +351,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
             f"{q.shape[1]} query heads on {k.shape[1]} key heads and {v.shape[1]} value heads: "
             "the number of key heads and value heads must be equal and divide the number of query heads"
         )
+    scores.numbers(q.shape[2])
     causal, window, *_ = scores
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1, and only for causal attention")
@@ -456,8 +375,3 @@ def _needs_float64(lse: Tensor) -> bool:
 def _correction(delta: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
     """Δ ⊖ a (m, h), with products in this dtype: where softmax saturates it cancels against numbers of equal size."""
     return (delta.to(dtype) * a).sum(2)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores and their log-sum-exp."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -2,8 +2,8 @@
 
     x, y, Δ  (n, h, d_ρ)      positions  (n)      θ  (w/2)      cos, sin  (n, w/2), with the factor m
 
-The first w features of a head are rotated, the others stay; w = d_ρ in most models. A plane holds the features i and i + w/2,
-or `neighbors`, 2i and 2i + 1.
+The first w features of a head are rotated, the others stay; w = d_ρ in most models. A plane holds the features i and
+i + w/2, or `neighbors`, 2i and 2i + 1.
 
 The tables are float32, as in Hugging Face's models, or float64 for a float64 model. bfloat16 is rotated in float32, so
 that only results are rounded; `dtype` is that of y where mixed precision has it as an operand.

@@ -6,7 +6,8 @@ but no data and no files.
 """
 
 from .in_backward import OptimizerInBackward
-from .optimizers import clip_factor, groups, length, maker, norm, step
+from .muon import matrices
+from .optimizers import clip_factor, copies, groups, length, maker, norm, step
 from .schedule import FINETUNE_LR, LORA_LR, learning_rate, pretraining_lr
 from .state import align, restore, state_of
 from .stochastic_rounding import StochasticRounding
@@ -18,10 +19,12 @@ __all__ = [
     "StochasticRounding",
     "align",
     "clip_factor",
+    "copies",
     "groups",
     "learning_rate",
     "length",
     "maker",
+    "matrices",
     "norm",
     "pretraining_lr",
     "restore",

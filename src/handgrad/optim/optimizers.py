@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import HandgradError
+from . import muon
+from .muon import Maps, Matrices, MuonAndAdamW
 from .stochastic_rounding import StochasticRounding, rounding_step
 
 
@@ -33,40 +35,54 @@ def maker(
     weight_decay: float,
     betas: tuple[float, float],
     rounding: StochasticRounding | None = None,
+    matrices: Matrices | None = None,
 ) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """A function that makes the named torch.optim optimizer for given parameters. With `rounding`, bfloat16 parameters are
-    updated in float32 and rounded stochastically."""
-    kinds = {k.lower(): v for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, Optimizer)}
-    for unfit in (
-        "optimizer",
-        "lbfgs",
-        "sparseadam",
-        "muon",
-    ):  # base class, closures, sparse, matrices only
-        kinds.pop(unfit, None)
-    if name.lower() in ("lbfgs", "sparseadam", "muon"):
-        raise HandgradError(f"{name} needs closures, sparse gradients or matrices only: choose another optimizer")
+    updated in float32 and rounded stochastically. Muon is for the given `matrices`, with AdamW for all other parameters."""
+    known = {k: v for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, Optimizer)}
+    for unfit in ("Optimizer", "LBFGS", "SparseAdam"):  # base class, closures, sparse
+        del known[unfit]
+    if name.lower() in ("lbfgs", "sparseadam"):
+        raise HandgradError(f"{name} needs closures or sparse gradients: choose another optimizer")
+    kinds = {k.lower(): v for k, v in known.items()} | {"muon": MuonAndAdamW}
     if name.lower() not in kinds:
-        raise HandgradError(
-            f"torch.optim has no {name!r}; choose {', '.join(sorted(k.__name__ for k in kinds.values()))}"
-        )
+        raise HandgradError(f"torch.optim has no {name!r}; choose {', '.join(sorted(known))}")
     kind = kinds[name.lower()]
+    if kind is not MuonAndAdamW:
+        matrices = {}
+    elif matrices is None:
+        raise HandgradError("Muon needs to know the matrices: give matrices=handgrad.optim.matrices(model)")
     takes = inspect.signature(kind).parameters
     options: dict[str, Any] = {"lr": lr}
     if "betas" in takes:
         options["betas"] = betas
-    if kind in (torch.optim.AdamW, torch.optim.Adam):
+    if issubclass(kind, torch.optim.Adam):
         options["fused"] = True
     decay = weight_decay if "weight_decay" in takes else 0.0
-
     light: Any = _without_compiler(kind)  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    of = matrices
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        optimizer: Any = light(groups(parameters, decay), **options)
+        trained = [p for p in parameters if p.requires_grad]
+        others = groups((p for p in trained if p not in of), decay)
+        optimizer: Any = light([*muon.groups(trained, of, decay), *others], **options)
         optimizer.rounding = rounding
         return optimizer  # type: ignore[no-any-return]
 
     return make
+
+
+@cache
+def copies(name: str) -> tuple[int, int]:
+    """How many copies of a matrix of the blocks, and of another parameter, the named optimizer's state holds."""
+    matrix, other = parameters = [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    optimizer = maker(name, 1e-3, 0.0, (0.9, 0.99), matrices={matrix: Maps(True)})(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    states = (optimizer.state[p].values() for p in (matrix, other))
+    of_matrix, of_other = (sum(isinstance(x, Tensor) and x.shape == (2, 3) for x in state) for state in states)
+    return of_matrix, of_other
 
 
 @cache

@@ -62,7 +62,7 @@ def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
 
 
 def predict(plan: Plan, budget: float = 1.5) -> float:
-    """Seconds of a step: the gradients of every piece, the gradient's norm, one AdamW update, and unpacking. Trial steps
+    """Seconds of a step: the gradients of every piece, the gradient's norm, one update, and unpacking. Trial steps
     run for about `budget` seconds."""
     rows = rows_at_once(plan.config.n_vocab, head_trains=False)
     pieces, with_target = -(-plan.batch * plan.tokens // plan.piece), plan.piece // plan.tokens * plan.rows
@@ -84,15 +84,19 @@ def unpack_seconds(kind: str, shape: tuple[int, int], dtype: str) -> float:
 def too_large(plan: Plan) -> bool:
     """Whether the largest trial step, of three blocks, would take too long or too much memory."""
     config = replace(with_blocks(plan.config, (0, 0, 0)), n_vocab=min(MANY, plan.config.n_vocab))
-    trial = make_plan(config, plan.piece // plan.tokens, plan.tokens, plan.dtype, mixed=plan.mixed)
+    optimizer = "AdamW" if plan.ranks else plan.optimizer  # adapters' matrices are small
+    trial = make_plan(
+        config, plan.piece // plan.tokens, plan.tokens, plan.dtype, mixed=plan.mixed, optimizer=optimizer
+    )  # fmt: skip
     most = min(LARGEST_BYTES, available_memory()[0] / 4)  # four trials exist at once
-    return trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > most
+    return trial.forward_flop + trial.backward_flop + trial.update_flop > LARGEST_FLOP or trial.bytes_peak > most
 
 
 def _computing(plan: Plan, budget: float) -> float:
     """Seconds of a step without unpacking."""
     if too_large(plan):
-        return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.precision)
+        seconds = (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.precision)
+        return seconds + (plan.update_flop / matmul_rate("bfloat16") if plan.update_flop else 0)
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
     small, large = ((0,), few), ((0,), many)
@@ -127,9 +131,12 @@ class _Trial:
         ranks: dict[str, int] = {}
         for name, rank in plan.ranks.items():
             inside = without_block(name)
-            layer = linear_layers(plan.config)[inside].part_of or inside  # the model has one adapter for all parts
+            its = linear_layers(plan.config)[inside]
+            layer = its.part_of or inside  # the model has one adapter for all parts
             ranks[layer] = max(rank, ranks.get(layer, 0))
-        if ranks:
+        if ranks:  # blocks of some kinds may have none of the layers
+            own = {without_block(path) for path in lora.layers_of(self.model)}
+            ranks = {name: rank for name, rank in ranks.items() if name in own} or {"all-linear": max(ranks.values())}
             adapter = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
             lora.apply(self.model, adapter, any_rank=True)
         if ranks and plan.mixed:
@@ -139,7 +146,8 @@ class _Trial:
         self.targets[:, : plan.tokens - plan.rows] = NO_TARGET
         self.recomputed = plan.recompute != "none"
         rounding = optim.StochasticRounding(0, self.model.parameters())  # if they are bfloat16
-        self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99), rounding)(self.model.parameters())
+        make = optim.maker(plan.optimizer, 1e-4, 0.1, (0.9, 0.99), rounding, optim.matrices(self.model))
+        self.optimizer = make(self.model.parameters())
 
     def run(self) -> Times:
         start = time.perf_counter()
@@ -172,9 +180,10 @@ def _best_times(steps: dict[Shape, _Trial], budget: float) -> dict[Shape, Times]
 # ── matmul rate ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHAPES = ((512, 768, 3072), (512, 1024, 1024))  # n, f_in, f_out of large layers
+SECONDS = 0.2  # of all of them
 
 
-def matmul_rate(precision: str = "float32", seconds: float = 0.2) -> float:
+def matmul_rate(precision: str = "float32") -> float:
     """FLOP per second of matrix products alone, in a dtype or in mixed precision: the best over large shapes."""
     if precision not in (*BYTES, MIXED):
         raise HandgradError(f"unknown dtype {precision!r}; choose one of {', '.join(BYTES)}")
@@ -185,7 +194,7 @@ def matmul_rate(precision: str = "float32", seconds: float = 0.2) -> float:
         a, w = (torch.ones(shape, dtype=dtype) for shape in ((n, f_in), (f_in, f_out)))
         out = torch.empty(n, f_out, dtype=torch.float32 if mixed else dtype)
         product = partial(linear.product, a, w, out) if mixed else partial(torch.mm, a, w, out=out)
-        best = max(best, 2 * n * f_in * f_out / best_of(product, seconds / len(SHAPES)))
+        best = max(best, 2 * n * f_in * f_out / best_of(product, SECONDS / len(SHAPES)))
     return best
 
 

@@ -98,7 +98,7 @@ def of_files(
 ) -> ChatTemplate:
     """The chat template among these files of a tokenizer. Messages name `folder`, or the file `given` of the template."""
     settings = _settings(files, CONFIG, folder)
-    special = _special_tokens(_settings(files, SPECIAL, folder) | settings)
+    special = special_tokens(files, folder)
     if JINJA in files:
         return ChatTemplate(files[JINJA], special, str(given or folder / JINJA), now)
     found = settings.get("chat_template")
@@ -148,10 +148,10 @@ def _with_joined_parts(message: Message) -> Message:
     return {**message, "content": "".join(map(str, texts))}
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """The entries named *_token: strings, or objects with the string under "content"."""
+def special_tokens(files: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The entries named *_token in these files of a tokenizer: strings, or objects with the string under "content"."""
     found = {}
-    for name, token in settings.items():
+    for name, token in (_settings(files, SPECIAL, folder) | _settings(files, CONFIG, folder)).items():
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text

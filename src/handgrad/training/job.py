@@ -150,7 +150,7 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
 def check_options(options: C) -> C:
     """Raise for an unknown optimizer before anything is read. `update_inside` saves memory only if blocks are recomputed, so
     it implies recompute="blocks"."""
-    optim.maker(options.optimizer, 1.0, 0.0, (0.9, 0.9))
+    optim.maker(options.optimizer, 1.0, 0.0, (0.9, 0.9), matrices={})
     return replace(options, recompute="blocks") if options.update_inside else options
 
 
@@ -183,7 +183,10 @@ def _restore(job: Job, checkpoint: Checkpoint) -> None:
 def _make_optimizer(
     model: GPT, options: TrainOptions, recipe: Recipe, ranks: Ranks, rounding: StochasticRounding | None
 ) -> torch.optim.Optimizer | OptimizerInBackward:
-    make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, (options.beta1, options.beta2), rounding)
+    matrices, betas = optim.matrices(model), (options.beta1, options.beta2)
+    if options.optimizer.lower() == "muon" and not any(p.requires_grad for p in matrices):
+        raise HandgradError("Muon updates matrices of the blocks, and none of them trains here: choose AdamW")
+    make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, betas, rounding, matrices)
     if options.update_inside:
         return OptimizerInBackward(model, make, options.clip, options.recompute, combine=ranks.all_reduce)
     return make(model.parameters())

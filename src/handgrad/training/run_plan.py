@@ -3,13 +3,14 @@
 from dataclasses import replace
 from functools import partial
 
-from .. import lora
+from .. import lora, optim
 from ..errors import option
 from ..formatting import duration, size
 from ..model.precision import why_not_mixed
 from ..plan.estimate import Plan, make_plan
 from ..plan.packing import kinds_of, two_bytes
 from ..plan.timing import matmul_rate
+from ..plan.update import state_bytes
 from .job import Job
 
 EXAMPLES = 1000  # that are measured, of a large set
@@ -33,7 +34,7 @@ def plan_job(job: Job, mixed: bool | None = None) -> Plan:
     make = partial(
         make_plan, job.model.config, dtype=job.options.dtype, recompute=job.options.recompute,
         update_inside=job.options.update_inside, ranks=ranks, extra=extra if ranks else 0, kinds=kinds,
-        mixed=mixes,
+        mixed=mixes, optimizer=job.options.optimizer,
     )  # fmt: skip
     longest = max(job.training.size(i, 1, False)[0] for i in range(count))
     largest = max(job.training.size(i, job.batch)[0] for i in range(0, max(1, count - job.batch + 1), job.batch))
@@ -42,7 +43,9 @@ def plan_job(job: Job, mixed: bool | None = None) -> Plan:
         key=lambda plan: plan.bytes_saved + plan.bytes_temporary,
     )
     plan = make(job.batch, tokens, rows=targets)
-    return replace(plan, bytes_saved=most.bytes_saved, bytes_temporary=most.bytes_temporary)
+    of_maps = sum(p.numel() for p in optim.matrices(job.model) if p.requires_grad)
+    state = state_bytes(plan.optimizer, of_maps, plan.trainable - of_maps, job.model.dtype.itemsize)
+    return replace(plan, bytes_saved=most.bytes_saved, bytes_temporary=most.bytes_temporary, bytes_optimizer=state)
 
 
 def saved_by_mixing(job: Job, steps: int, seconds: float) -> str:

@@ -21,6 +21,7 @@ from ...ops.loss import NO_TARGET
 from ..diagnosis import Part
 from . import heads
 from .batch import AuditBatch
+from .convolutions import convolution_mistakes, convolution_slopes
 from .expect import Expected, expect
 from .mistakes import (
     activation_mistakes,
@@ -89,6 +90,8 @@ class Suspects:
         if step.kind == "attention":
             mistakes, fitted = self._heads(i, lambda found: self._rows(found.a_3), None, a(name))
             return Causes(mistakes=mistakes, fitted=fitted)
+        if step.kind == "convolution":
+            return Causes(mistakes=convolution_mistakes(block.conv, [a(x) for x in step.inputs], self.batch.lengths))
         if step.kind == "add":
             stream, *branches = step.inputs
             terms = {f"the {steps.branch(x)} branch": step.scale * a(x) for x in branches}
@@ -169,6 +172,10 @@ class Suspects:
             return Causes(mistakes=mistakes, scales=scales, fitted=fitted)
         if step.kind == "linear":
             return Causes(self._products(steps, step, d), scales=scales)
+        if step.kind == "convolution":
+            gates, delta_3 = [a(x) for x in step.inputs], d(step.outputs[0])
+            slopes = convolution_slopes(block.conv, gates, delta_3, self.batch.lengths)
+            return Causes(mistakes=slopes[step.inputs.index(name)], scales=scales)
         return Causes(*slope_causes(block.mlp, name, a, d(step.outputs[0])), scales)
 
     @staticmethod

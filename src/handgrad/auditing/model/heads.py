@@ -217,7 +217,7 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
         scores = c.cap * torch.tanh(scores / c.cap)
     scores = scores.masked_fill(~_visible(batch, c), -math.inf)
     norm = torch.logsumexp(scores, -1, keepdim=True)
-    if c.sinks:
+    if c.sinks and attn.sinks is not None:
         norm = torch.logaddexp(norm, attn.sinks[:, None, None])
     rho = torch.exp(scores - (norm if c.corrected else norm.detach()))
     return (rho @ v).transpose(1, 2).reshape(sequences * n, -1)

@@ -132,7 +132,9 @@ def _attention_identities(session: Session, checker: Checker, station: Station, 
             ("each row of ρ sums to 1 (14)", _largest(rho.sum(2) - 1)),
         ]
     else:  # the sink has the rest of ρ, and Δ_causal = −ρ_sink (Δ_3 ⊖ a_3)
-        delta, a = (ours[x].unflatten(1, (len(rho), -1)).transpose(0, 1) for x in (station.incoming[0], station.a[0]))
+        delta, a = (
+            ours[x].view(rho.shape[1], len(rho), -1).transpose(0, 1) for x in (station.incoming[0], station.a[0])
+        )
         of_sink = (1 - rho.sum(2)) * (delta * a).sum(2)
         floor = max(ENTRY_FLOOR * size, _largest(causal.abs().sum(2)), 1e-300)
         found = [("each row of Δ_causal sums to ρ_sink (Δ₃ ⊖ a₃)", _largest(causal.sum(2) - of_sink) / floor)]

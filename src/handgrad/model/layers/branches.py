@@ -13,8 +13,8 @@ from .norms import Norm
 
 
 class BranchInput:
-    """What a branch reads, a = norm(x), in its backward pass. It is rebuilt when a layer asks for it, so that it does not exist
-    beside the branch's larger tensors.
+    """What a branch reads, a = norm(x), in its backward pass. It is rebuilt when a layer asks for it, so that it does not
+    exist beside the branch's larger tensors.
 
     stored          a itself, if no norm computes it, or if it may not be the norm's any more
     signal_needed   whether anything below needs its error signal

@@ -1,0 +1,88 @@
+"""Every member of a family that GGUF has names for: written, read again by our reader, and equal; or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from members import MEMBERS, SIZES, family_of, transformers_model
+
+import handgrad as hg
+from handgrad.errors import HandgradError
+from handgrad.families import FAMILIES
+from handgrad.formats.gguf_out import write_gguf
+from handgrad.gguf.architectures import ARCHITECTURES
+from handgrad.text.tokenizer import make
+
+SIZE: dict[str, Any] = {"vocab_size": 259}  # three rows more than the tokenizer has ids
+# Members that llama.cpp would compute otherwise, and what the message names.
+REFUSED = {
+    "gpt2, untied, erf": "activation",
+    "llama, gelu gate": "activation",
+    "llama, tanh gate": "activation",
+    "llama, yarn with options": "rope_scaling",
+    "qwen2, yarn": "rope_scaling",
+    "qwen2, window": "sliding_window",
+    "qwen2, windows by layer": "sliding_window",
+    "qwen3, window": "sliding_window",
+    "smollm3, window": "sliding_window",
+    "qwen3, biases": "attn_output.bias",
+    "smollm3, biases": "attn_output.bias",
+    "smollm3, llama3": "rope_freqs.weight",
+    "smollm3, layers unrotated by list": "unrotated",
+    "smollm3, no layer rotated": "unrotated",
+    "smollm3, biases, unrotated": "attn_output.bias",
+}
+CLASSES = {architecture.model_class for architecture in ARCHITECTURES.values()} | {"MistralForCausalLM"}
+
+
+def saved(name: str, folder: Path) -> Path:
+    """The member with a tokenizer, and with a width that llama.cpp opens."""
+    changes = dict(SIZE)
+    if any(a.whole_width and a.model_class == FAMILIES[family_of(name)].architecture for a in ARCHITECTURES.values()):
+        member = MEMBERS[name]
+        changes["hidden_size"] = member.get("head_dim", SIZES["d_rho"]) * member.get(
+            "num_attention_heads", SIZES["n_heads"]
+        )
+    transformers_model(name, **changes).float().save_pretrained(folder)
+    make("bytes", []).write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_member_comes_back_or_is_refused(name: str, tmp_path: Path) -> None:
+    folder, out = saved(name, tmp_path / "model"), tmp_path / "out.gguf"
+    reason = REFUSED.get(name)
+    if FAMILIES[family_of(name)].architecture not in CLASSES:
+        reason = "has no known names"
+    if reason is not None:
+        with pytest.raises(HandgradError, match=reason):
+            write_gguf(str(folder), out)
+        assert not out.exists() and not list(tmp_path.glob(".handgrad-*"))
+        return
+    write_gguf(str(folder), out)
+    model, again = hg.load(folder, dtype="float32"), hg.load(out)
+    expected = dict(model.named_parameters())
+    found = dict(again.named_parameters())
+    assert expected.keys() == found.keys()
+    for key, p in expected.items():
+        assert torch.equal(p, found[key]), key
+    tokens = torch.randint(259, (2, 12), generator=torch.Generator().manual_seed(0))
+    logits, same = model.logits(tokens), again.logits(tokens)
+    assert (logits - same).abs().max() <= 1e-6 * logits.abs().max()
+
+
+def test_heads_wider_than_the_model_are_refused_where_llama_cpp_does(tmp_path: Path) -> None:
+    transformers_model("qwen2, 1 queries to a key", **SIZE).float().save_pretrained(tmp_path / "model")
+    make("bytes", []).write(tmp_path / "model")
+    with pytest.raises(
+        HandgradError, match="only if all heads together are as wide as the model, and they have 36 and 18"
+    ):
+        write_gguf(str(tmp_path / "model"), tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_has_a_member(name: str) -> None:
+    families = [f.name for f in FAMILIES.values() if f.architecture == ARCHITECTURES[name].model_class]
+    written = [member for member in MEMBERS if family_of(member) in families and member not in REFUSED]
+    assert written, f"no member in tests/families/members.py shows that files of the architecture {name} are written"

@@ -1,0 +1,247 @@
+"""Open files of `handgrad convert --gguf` in llama.cpp, and compare what it computes with what we do.
+
+    python tests/gguf_check.py --program build/llama-cpp/bin/python
+
+llama-cpp-python is in a separate environment (`make gguf-check` makes it, which takes ten minutes). Compared are: logits
+of every small model of tests/families that can be written; logits of SmolLM2 in float32, alone and with a merged adapter;
+packed weights as llama.cpp unpacks them, bit by bit, and the error of our rounding with that of its own; ids of 1,000 texts
+by SmolLM2's tokenizer and by small ones of every kind. The exit status is 1 if something differs.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE / "families"), str(HERE / "gguf_files")]
+
+from members import MEMBERS, family_of  # noqa: E402
+from test_gguf_families import CLASSES, REFUSED, saved  # noqa: E402
+from test_gguf_tokenizer import SPLITTINGS, byte_pairs, pieces, train_pieces, varied_texts  # noqa: E402
+from test_gguf_tokenizer import read as read_metadata  # noqa: E402
+
+import handgrad as hg  # noqa: E402
+from handgrad.families import FAMILIES  # noqa: E402
+from handgrad.formats.gguf_out import write_gguf  # noqa: E402
+from handgrad.formats.models import open_folder, weights_folder  # noqa: E402
+from handgrad.gguf.file import dequantize, open_gguf  # noqa: E402
+from handgrad.gguf.quantize import FILE_TYPES  # noqa: E402
+from handgrad.text import downloads, tokenizer  # noqa: E402
+from handgrad.text.tokenizer import Tokenizer, make  # noqa: E402
+
+LIMIT = 1e-5  # relative, of logits in float32: two programs that add in different orders
+GELU_LIMIT = 2.0**-10  # llama.cpp looks GELU up in a table of float16
+TEXT = (
+    "The history of the bicycle begins in 1817, when Karl von Drais rode a wooden machine without pedals from Mannheim. "
+    "Forty years later, mechanics in Paris added cranks to the front wheel; the first chain drove a rear wheel in 1885."
+)
+
+
+class LlamaCpp:
+    """The worker program."""
+
+    def __init__(self, program: str, folder: Path):
+        self.logits = folder / "logits.npy"
+        command = [program, str(HERE / "llama_cpp_worker.py")]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        assert line, f"llama.cpp ended at {request}"
+        answer = dict(json.loads(line))
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def logits_of(self, model: Path, tokens: list[int]) -> Tensor:
+        self.ask(model=str(model), tokens=tokens, texts=[], logits=str(self.logits))
+        return torch.from_numpy(np.load(self.logits))
+
+    def ids_of(self, model: Path, texts: list[str]) -> list[list[int]]:
+        return list(self.ask(model=str(model), tokens=[], texts=texts)["ids"])
+
+    def quantize(self, source: Path, out: Path, kind: int) -> None:
+        self.ask(quantize=str(source), to=str(out), type=kind)
+
+
+class Results:
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def line(self, what: str, fine: bool, found: str) -> None:
+        self.failed += not fine
+        print(f"{'ok  ' if fine else 'FAIL'}  {what:<58} {found}", flush=True)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def logits(model: hg.GPT, tokens: list[int]) -> Tensor:
+    return model.logits(torch.tensor([tokens]))[0]
+
+
+def check_families(llama: LlamaCpp, results: Results, folder: Path) -> None:
+    tokens = torch.randint(259, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    for i, name in enumerate(MEMBERS):
+        if name in REFUSED or FAMILIES[family_of(name)].architecture not in CLASSES:
+            continue
+        where = folder / str(i)
+        written = write_gguf(str(saved(name, where)), where / "out.gguf")
+        model = hg.load(where, dtype="float32")
+        n = min([len(tokens), *([model.config.window] if written.notes and model.config.window else [])])
+        try:
+            error = relative(llama.logits_of(where / "out.gguf", tokens[:n]), logits(model, tokens[:n]))
+        except RuntimeError as reason:
+            results.line(f"logits of {name}", False, str(reason))
+            continue
+        limit = GELU_LIMIT if model.config.activation == "gelu_tanh" else LIMIT
+        results.line(f"logits of {name}", error < limit, f"{error:.1e}  {n} tokens")
+
+
+def check_smollm2(llama: LlamaCpp, results: Results, folder: Path) -> None:
+    source, whole = weights_folder("smollm2"), folder / "model"
+    hg.save(open_folder(source), whole)
+    model, known = hg.load(whole), tokenizer.read(source)
+    tokens = known.encode(TEXT)
+    exact = folder / "f32.gguf"
+    write_gguf(str(whole), exact)
+    error = relative(llama.logits_of(exact, tokens), logits(model, tokens))
+    results.line("logits of SmolLM2, F32", error < LIMIT, f"{error:.1e}")
+    check_ids(llama, results, "SmolLM2", exact, known)
+    found = llama.ask(model=str(exact), tokens=[], texts=[])
+    original = llama.ask(model=str(source), tokens=[], texts=[])
+    results.line(
+        "template, ends and begin as the original's", found == original, f"{len(found['template'])} characters"
+    )
+    for kind in ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0", "Q4_K_M"):
+        check_rounding(llama, results, folder, exact, kind, tokens)
+    check_own_rounding(llama, results, folder)
+    check_adapter(llama, results, folder, whole, tokens)
+
+
+def perplexity(found: Tensor, tokens: list[int]) -> float:
+    return torch.nn.functional.cross_entropy(found[:-1], torch.tensor(tokens[1:])).exp().item()
+
+
+def check_rounding(llama: LlamaCpp, results: Results, folder: Path, exact: Path, kind: str, tokens: list[int]) -> None:
+    """llama.cpp must read the weights that we read, and compute with them what we do. With packed weights its products round
+    activations to 8 bits as well, so that the perplexity on the packed file is only shown."""
+    packed, unpacked = folder / "packed.gguf", folder / "unpacked.gguf"
+    for path in (packed, unpacked):
+        path.unlink(missing_ok=True)
+    write_gguf(str(exact), packed, kind)
+    llama.quantize(packed, unpacked, FILE_TYPES["F32"])
+    ours, theirs = open_gguf(packed).tensors, open_gguf(unpacked).tensors
+    same = all(torch.equal(dequantize(ours[name]), dequantize(theirs[name])) for name in ours)
+    results.line(f"weights of SmolLM2, {kind}, as llama.cpp unpacks them", same, f"{len(ours)} tensors")
+    mine, other, rounding = logits(hg.load(packed), tokens), *(llama.logits_of(x, tokens) for x in (unpacked, packed))
+    error = relative(other, mine)
+    values = [perplexity(x, tokens) for x in (mine, rounding, logits(hg.load(exact), tokens))]
+    shown = "perplexity {:.3f}; packed in llama.cpp {:.3f}; in float32 {:.3f}".format(*values)
+    results.line(f"logits of SmolLM2, {kind}", error < LIMIT, f"{error:.1e}  {shown}")
+
+
+def check_own_rounding(llama: LlamaCpp, results: Results, folder: Path) -> None:
+    """Our k-quants of random weights and of SmolLM2's contractions, against llama.cpp's of the same weights."""
+    config = hg.preset("nano-llama", n_vocab=512, d_model=256, n_heads=4, n_kv_heads=2, d_hidden=768, n_blocks=2)
+    hg.save(hg.GPT(config, seed=0), folder / "wide")
+    make("bytes", []).write(folder / "wide")
+    write_gguf(str(folder / "wide"), folder / "wide.gguf", "F32")
+    exact = open_gguf(folder / "wide.gguf").tensors
+    for kind in ("Q4_K", "Q5_K", "Q6_K"):
+        ours, theirs = folder / f"ours-{kind}.gguf", folder / f"theirs-{kind}.gguf"
+        write_gguf(str(folder / "wide.gguf"), ours, kind)
+        llama.quantize(folder / "wide.gguf", theirs, FILE_TYPES[kind])
+        mine, other = open_gguf(ours).tensors, open_gguf(theirs).tensors
+        both = [name for name in exact if mine[name].kind == other[name].kind == kind]
+        worst = max(
+            relative(dequantize(mine[name]), dequantize(exact[name]))
+            / relative(dequantize(other[name]), dequantize(exact[name]))
+            for name in both
+        )
+        results.line(f"error of {kind} over llama.cpp's", worst < 1.02, f"{worst:.3f} at most, {len(both)} matrices")
+
+
+def check_adapter(llama: LlamaCpp, results: Results, folder: Path, whole: Path, tokens: list[int]) -> None:
+    model = hg.load(whole)
+    hg.lora.inject(model, rank=4, targets="all-linear", rslora=True, dora=True)
+    generator = torch.Generator().manual_seed(0)
+    for layer in hg.lora.adapters_of(model).values():
+        layer.up.data = 0.02 * torch.randn(layer.up.shape, generator=generator)
+    hg.lora.save(model, folder / "adapter")
+    before, expected = logits(hg.load(whole), tokens), logits(model, tokens)
+    write_gguf(str(folder / "adapter"), folder / "merged.gguf", "F32")
+    error = relative(llama.logits_of(folder / "merged.gguf", tokens), expected)
+    change = relative(before, expected)
+    results.line(
+        "logits of SmolLM2 with a merged adapter (rsLoRA, DoRA)",
+        error < LIMIT < change,
+        f"{error:.1e}, without {change:.1e}",
+    )
+
+
+def check_tokenizers(llama: LlamaCpp, results: Results, folder: Path) -> None:
+    kinds: dict[str, Tokenizer] = {"bytes": make("bytes", []), "bpe:600": make("bpe:600", varied_texts(300, seed=8))}
+    for pre in dict.fromkeys(SPLITTINGS.values()):
+        name = next(name for name, known in SPLITTINGS.items() if known == pre and name != "default")
+        kinds[name] = read_metadata(folder / "source.gguf", byte_pairs(name))
+    (folder / "spm").mkdir()
+    trained = train_pieces(folder / "spm")
+    for prefix in (True, False):
+        metadata = pieces(trained, add_space_prefix=prefix)
+        kinds[f"SentencePiece, {'a' if prefix else 'no'} space before"] = read_metadata(
+            folder / "source.gguf", metadata
+        )
+    for i, (name, known) in enumerate(kinds.items()):
+        where = folder / f"tokenizer{i}"
+        hg.save(hg.GPT(hg.preset("nano-llama", n_vocab=known.n_vocab, n_blocks=1), seed=0), where)
+        known.write(where)
+        write_gguf(str(where), where / "out.gguf", "F16")
+        check_ids(llama, results, name, where / "out.gguf", known)
+
+
+def check_ids(llama: LlamaCpp, results: Results, name: str, path: Path, known: Tokenizer) -> None:
+    texts = [unicodedata.normalize("NFC", text) for text in varied_texts(1000)]  # llama.cpp does not compose characters
+    ids = llama.ids_of(path, texts)
+    wrong = [text for text, found in zip(texts, ids, strict=True) if found != known.encode(text)]
+    results.line(
+        f"ids of {name}", not wrong, f"{len(texts)} texts" if not wrong else f"{len(wrong)} differ: {wrong[0]!r}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", required=True, help="Python of the environment with llama-cpp-python")
+    parser.add_argument("--only", choices=("families", "tokenizers", "smollm2"))
+    given = parser.parse_args()
+    downloads.fetch("smollm2")
+    results = Results()
+    with tempfile.TemporaryDirectory() as name:
+        llama = LlamaCpp(given.program, Path(name))
+        for part, check in (("families", check_families), ("tokenizers", check_tokenizers), ("smollm2", check_smollm2)):
+            if given.only in (None, part):
+                (Path(name) / part).mkdir()
+                check(llama, results, Path(name) / part)
+        assert llama.process.stdin is not None
+        llama.process.stdin.close()
+        llama.process.wait()
+    print(f"{results.failed} failed" if results.failed else "llama.cpp agrees")
+    return int(results.failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
