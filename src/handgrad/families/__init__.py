@@ -1,7 +1,7 @@
 """Model families: one table each of the names, fields and fixed choices that Hugging Face's files use.
 
-Import `FAMILIES`, `Family` and `full_name`. A new family is a new table, listed here. Tables are data: no family has code,
-and this package knows nothing of models, tensors or files.
+Import `FAMILIES`, `HEADS`, `Family` and `full_name`. A new family is a new table, listed here. Tables are data: no family has
+code, and this package knows nothing of models, tensors or files.
 """
 
 from .arcee import ARCEE
@@ -42,7 +42,7 @@ from .smollm3 import SMOLLM3
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 
-__all__ = ["FAMILIES", "Family", "full_name"]
+__all__ = ["FAMILIES", "HEADS", "Family", "full_name"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -52,6 +52,9 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS, ARCEE, ERNIE4_5, GEMMA, GLM, GLM4, GPT_BIGCODE, HELIUM, MINISTRAL, PHI, SEED_OSS, STABLELM,
     )
 }  # fmt: skip
+
+
+HEADS = frozenset(family.names["head"] for family in FAMILIES.values())  # names of the logits layer
 
 
 def full_name(name: str) -> str:

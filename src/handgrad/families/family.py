@@ -49,8 +49,23 @@ class Family:
     block_kinds: tuple[str, ...] = ()  # in layer_types, of a family whose files list them and whose blocks are alike
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")
+    in_memory: Mapping[str, str] = field(default_factory=dict)  # a module's name in files → in transformers' models
     may_omit: str = ""  # prefix of tensor names that some files leave out
 
     def has(self, layer: str) -> bool:
         """Whether a member can have this layer."""
         return layer in self.names
+
+    def as_in_memory(self, name: str) -> str:
+        """The name that transformers' models have for a tensor or module of a file."""
+        for filed, kept in self.in_memory.items():
+            if name == filed or name.startswith(f"{filed}."):
+                return kept + name.removeprefix(filed)
+        return name
+
+    def as_in_files(self, name: str) -> str:
+        """The name that files have for a tensor or module of transformers' models."""
+        for filed, kept in self.in_memory.items():
+            if name == kept or name.startswith(f"{kept}."):
+                return filed + name.removeprefix(kept)
+        return name

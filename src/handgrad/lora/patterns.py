@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
+from ..families import HEADS
 from ..model.names import any_block
 from ..sandbox import client as sandbox
 
@@ -63,7 +64,7 @@ def split_names(given: Iterable[str]) -> tuple[str, ...]:
 def matching(pattern: str, names: list[str]) -> list[str]:
     """The names that a pattern selects; "all-linear" selects every layer but the head and what chooses among experts."""
     if pattern == "all-linear":
-        return [name for name in names if name != "lm_head" and name.rpartition(".")[2] not in CHOOSING]
+        return [name for name in names if name not in HEADS and name.rpartition(".")[2] not in CHOOSING]
     return [name for name in names if matches(pattern, name)]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
 from ..ops.loss import NO_TARGET
-from .outline import LinearLayer, layers_of_block
+from .outline import LinearLayer, layers_of_block, outline
 from .parameters import Ranks
 
 Pairs = dict[int | None, int]  # (query, key) pairs of a block by its window; None: no window
@@ -71,9 +71,9 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         """Multiply-adds of the blocks from `first` on."""
         if first > last:
             return 0
-        total = 0
+        total, every = 0, not outline(c, last).blocks[0].leaves_rows_out
         for i in range(first, last + 1):
-            pairs = 0 if i in c.conv_blocks else (work.pairs if i < last else work.row_pairs)[c.window_of(i)]
+            pairs = 0 if i in c.conv_blocks else (work.pairs if i < last or every else work.row_pairs)[c.window_of(i)]
             total += sum(rows(layer, i) * layer.products for layer in in_block[i]) + per_pair * pairs
         return total
 
@@ -85,9 +85,9 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
     if not ranks:
         backward += blocks(lowest, 0) + of_head
     elif lowest <= last:
-        # no layer below the lowest q, k and v needs their error signal
-        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block[lowest] if layer.reads_a_2)
-        unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_a_2)
+        # no layer below the lowest q, k and v, or what is parallel to them, needs their error signal
+        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block[lowest] if layer.reads_first)
+        unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_first)
         backward -= sum(rows(layer, lowest) * rank * layer.f_in for layer, rank in unneeded)
     if recompute == "blocks":
         in_blocks = (x for x, (_, i, _) in zip(branches, adapted, strict=True) if i is not None)

@@ -59,7 +59,7 @@ class LinearLayer:
     f_in: int
     f_out: int
     every_row: bool = False  # needed for every token; the last block computes others only for tokens with a target
-    reads_a_2: bool = False  # q, k or v; B, C and x of a short convolution
+    reads_first: bool = False  # what the block's first branches read: q, k and v, and w_6 of a parallel branch
     part_of: str | None = None  # the layer in which it is stored beside others
     experts: tuple[int, int] = (1, 1)  # of a layer of an expert: k of E read each row
 
@@ -86,11 +86,15 @@ def layers_of_block(config: ModelConfig, i: int) -> dict[str, LinearLayer]:
 @lru_cache(maxsize=32)
 def _layers_of(config: ModelConfig, i: int) -> dict[str, LinearLayer]:
     model = outline(config, i)
-    mlp = model.blocks[0].mlp
+    block = model.blocks[0]
+    mlp = block.mlp
     of_experts = {id(x) for x in mlp.experts.modules()} if isinstance(mlp, Experts) else set()
     share = (config.experts_per_token or 1, config.n_experts or 1)
-    first, *others = inputs = model.blocks[0].mixing.projections()
-    every_row = list(others) if _is_single(first) else list(inputs)  # a separate query: only where needed
+    inputs = [x for path in block.halves()[0].paths for branch in path.branches for x in branch.layers.projections()]
+    first, *others = mixing = block.mixing.projections()
+    every_row = [*others] if _is_single(first) else [*mixing]  # a separate query: only where needed
+    if not block.leaves_rows_out:
+        every_row = [layer for path, layer in layers_of(model).items() if layer is not model.head]
     found: dict[str, LinearLayer] = {}
     for path, layer in layers_of(model).items():
         name = without_block(path)
