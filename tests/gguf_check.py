@@ -254,7 +254,7 @@ def check_greedy(
         ours = logits(model, ids + made[:at])[-1]
         tie = made[at] == second and high - low < limit
         found = f"tokens {first} and {second} at {at}: llama.cpp {high:.4f} {low:.4f}, ours"
-        results.line(f"{path.name}, greedy", tie, f"{found} {ours[first]:.4f} {ours[second]:.4f}")
+        results.line(f"{path.name}, greedy", tie, f"{found} {ours[first].item():.4f} {ours[second].item():.4f}")
 
 
 PROMPTS = {

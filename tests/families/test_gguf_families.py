@@ -108,3 +108,18 @@ def test_every_architecture_has_a_member(name: str) -> None:
     families = [f.name for f in FAMILIES.values() if f.architecture == ARCHITECTURES[name].model_class]
     written = [member for member in WRITTEN if family_of(member) in families and member not in REFUSED]
     assert written, f"no member in tests/families/members.py shows that files of the architecture {name} are written"
+
+
+def test_minicpm_is_written_as_granite(tmp_path: Path) -> None:
+    plain = {"qkv_bias": False, "out_bias": False, "activation": "silu", "residual_scale": 0.3, "logit_scale": 0.25}
+    sizes = {"n_vocab": 259, "n_context": 64, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_hidden": 20, "n_blocks": 2}
+    fixed = {**FAMILIES["minicpm"].fixed, **plain, **sizes, "embedding_scale": 12.0}
+    model = hg.GPT(hg.ModelConfig(family="minicpm", **fixed), seed=0)
+    hg.save(model, tmp_path / "model")
+    make("bytes", []).write(tmp_path / "model")
+    write_gguf(str(tmp_path / "model"), tmp_path / "out.gguf")
+    again = hg.load(tmp_path / "out.gguf")
+    tokens = torch.arange(12)[None]
+    logits, same = model.logits(tokens), again.logits(tokens)
+    assert again.config.family == "granite"
+    assert (logits - same).abs().max() <= 1e-6 * logits.abs().max()
