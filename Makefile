@@ -15,7 +15,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/torch/
 # transformers again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench gguf-check lm-eval-check \
+.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench gguf-check lm-eval-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -33,6 +33,10 @@ adapt: $(VENV)/.ready  # pre-train on Shakespeare, then fine-tune an adapter (2 
 finetune-demo: $(VENV)/.ready  # SmolLM2 learns from real instructions: losses and answers before and after
 	rm -rf build/finetune-demo
 	$(BIN)/python -m bench.demo
+
+coder-demo: $(VENV)/.ready  # Qwen2.5-Coder 1.5B learns the style of a code base: losses and answers before and after, and GGUF out
+	rm -rf build/coder-demo
+	$(BIN)/python -m bench.demo coder-demo
 
 finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transformers + peft; needs 16 GB of memory
 	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo

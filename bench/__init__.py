@@ -34,7 +34,8 @@ memory is measured in a separate process per contender. A contender that fails i
     picture.py     the plot
     table.py       the tables of README.md and docs/benchmarks.md, from JSON
     example_demo.py   make example-norms-demo: wrong answers by norm, a planted fact by influence, on SmolLM2
-    demo.py        make finetune-demo: SmolLM2's losses and answers before and after, and the same by the peer
+    demo.py        make finetune-demo and coder-demo: losses and answers before and after, and the same by the peer
+    house_style.py the functions of a package as instructions, for make coder-demo
 """
 
 SCENARIOS = {

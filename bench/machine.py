@@ -13,10 +13,10 @@ import torch
 
 import handgrad
 from handgrad.kernels import library
+from handgrad.machine import BUSY
 
 from .process import ROOT
 
-BUSY = 0.3  # load per core above which measurements are unreliable
 PACKAGES = ("torch", "transformers", "peft")
 
 

@@ -4,6 +4,7 @@
 
 llama-cpp-python is in a separate environment (`make gguf-check` makes it, which takes ten minutes). Compared are: logits
 of every small model of tests/families that can be written; logits of SmolLM2 in float32, alone and with a merged adapter;
+perplexity and greedy continuations of Gemma 3 in float32 and of Qwen2.5-Coder, whose first blocks are compared in float32;
 packed weights as llama.cpp unpacks them, bit by bit, and the error of our rounding with that of its own; ids of 1,000 texts
 by SmolLM2's tokenizer and by small ones of every kind. The exit status is 1 if something differs.
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import unicodedata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,9 @@ import handgrad as hg  # noqa: E402
 from handgrad.families import FAMILIES  # noqa: E402
 from handgrad.formats.gguf_out import write_gguf  # noqa: E402
 from handgrad.formats.models import open_folder, weights_folder  # noqa: E402
-from handgrad.gguf.file import dequantize, open_gguf  # noqa: E402
-from handgrad.gguf.quantize import FILE_TYPES  # noqa: E402
+from handgrad.gguf.file import Stored, dequantize, open_gguf  # noqa: E402
+from handgrad.gguf.quantize import FILE_TYPES, pack  # noqa: E402
+from handgrad.gguf.writing import Planned, Value, typed, write  # noqa: E402
 from handgrad.text import downloads, tokenizer  # noqa: E402
 from handgrad.text.tokenizer import Tokenizer, make  # noqa: E402
 
@@ -102,13 +105,14 @@ def check_families(llama: LlamaCpp, results: Results, folder: Path) -> None:
         where = folder / str(i)
         written = write_gguf(str(saved(name, where)), where / "out.gguf")
         model = hg.load(where, dtype="float32")
-        n = min([len(tokens), *([model.config.window] if written.notes and model.config.window else [])])
+        no_window = any("without a window" in note for note in written.notes)
+        n = min(len(tokens), model.config.window or 0) if no_window else len(tokens)
         try:
             error = relative(llama.logits_of(where / "out.gguf", tokens[:n]), logits(model, tokens[:n]))
         except RuntimeError as reason:
             results.line(f"logits of {name}", False, str(reason))
             continue
-        limit = GELU_LIMIT if model.config.activation == "gelu_tanh" else LIMIT
+        limit = GELU_LIMIT if model.config.activation in ("gelu_tanh", "gelu") else LIMIT
         results.line(f"logits of {name}", error < limit, f"{error:.1e}  {n} tokens")
 
 
@@ -223,16 +227,102 @@ def check_ids(llama: LlamaCpp, results: Results, name: str, path: Path, known: T
     )
 
 
+def check_text(
+    llama: LlamaCpp, results: Results, model: hg.GPT, path: Path, ids: list[int], exact: bool = True
+) -> None:
+    """The perplexity of a passage. Packed, llama.cpp's products round activations to 8 bits, and its value is only shown."""
+    mine, other = logits(model, ids), llama.logits_of(path, ids)
+    values = [perplexity(x, ids) for x in (mine, other)]
+    difference = abs(values[1] / values[0] - 1)
+    found = "perplexity {:.4f}, llama.cpp {:.4f}".format(*values)
+    found += f" ({difference:.3%}), logits {relative(other, mine):.1e}, {len(ids)} tokens"
+    results.line(f"{path.name}, a passage", difference < 1e-3 or not exact, found)
+
+
+def check_greedy(
+    llama: LlamaCpp, results: Results, model: hg.GPT, path: Path, prompts: list[list[int]], limit: float
+) -> None:
+    """Greedy continuations: equal up to the first step where llama.cpp's two largest logits are closer than `limit`."""
+    n = 50
+    for ids, steps in zip(prompts, llama.ask(model=str(path), greedy=prompts, n=n)["steps"], strict=True):
+        made = hg.generate(model, torch.tensor([ids]), n, stop_at_end=False)[0, len(ids) :].tolist()
+        at = next((i for i, (id, step) in enumerate(zip(made, steps, strict=True)) if id != step[0]), None)
+        if at is None:
+            results.line(f"{path.name}, greedy", True, f"{n} tokens equal")
+            continue
+        first, high, second, low = steps[at]
+        ours = logits(model, ids + made[:at])[-1]
+        tie = made[at] == second and high - low < limit
+        found = f"tokens {first} and {second} at {at}: llama.cpp {high:.4f} {low:.4f}, ours"
+        results.line(f"{path.name}, greedy", tie, f"{found} {ours[first]:.4f} {ours[second]:.4f}")
+
+
+PROMPTS = {
+    "gemma3": ("The capital of France is", "Once upon a time", "Water boils at", "In 1492,", "The recipe needs"),
+    "qwen-coder": ("def fibonacci(n):", "import os\n\nfor", "class Stack:", "# Sort a list\n", "SELECT name FROM"),
+}
+
+
+def check_gemma3(llama: LlamaCpp, results: Results, folder: Path) -> None:
+    source, exact = weights_folder("gemma3"), folder / "f32.gguf"
+    write_gguf(str(source), exact, "F32")
+    known, model = tokenizer.read(source), hg.load(exact)
+    check_ids(llama, results, "Gemma 3", source, known)
+    begun = llama.ask(model=str(source), tokens=[], texts=[])["with_bos"]
+    results.line("Gemma 3 begins a text as llama.cpp does", known.encode_prompt("a") == begun, f"{begun}")
+    passage = known.encode_prompt((HERE.parent / "README.md").read_text())[:512]
+    check_text(llama, results, model, exact, passage)
+    check_text(llama, results, hg.load(source, packed=True), source, passage, exact=False)
+    check_greedy(llama, results, model, exact, [known.encode_prompt(x) for x in PROMPTS["gemma3"]], 0.01)
+
+
+def check_qwen_coder(llama: LlamaCpp, results: Results, folder: Path) -> None:
+    source, known = weights_folder("qwen-coder"), tokenizer.read(weights_folder("qwen-coder"))
+    check_ids(llama, results, "Qwen2.5-Coder", source, known)
+    passage = known.encode_prompt(Path(json.__file__).read_text())[-256:]
+    first = _first_blocks(source, folder / "first-blocks.gguf", 4)
+    check_text(llama, results, hg.load(first), first, passage)
+    model = hg.load(source, packed=True)
+    check_text(llama, results, model, source, passage, exact=False)
+    check_greedy(llama, results, model, source, [known.encode_prompt(x) for x in PROMPTS["qwen-coder"]], 1.0)
+
+
+def _first_blocks(source: Path, out: Path, n: int) -> Path:
+    """A file of the first n blocks, between the same embedding and head, in float32."""
+    file = open_gguf(source)
+    metadata = {key: Value(x, *file.kinds[key]) for key, x in file.metadata.items()}
+    metadata[f"{file.text('general.architecture')}.block_count"] = typed(n)
+    tensors = {
+        name: Planned("F32", stored.shape, partial(_in_float32, stored))
+        for name, stored in file.tensors.items()
+        if not name.startswith("blk.") or int(name.split(".")[1]) < n
+    }
+    write(out, metadata, tensors)
+    return out
+
+
+def _in_float32(stored: Stored) -> Tensor:
+    return pack(dequantize(stored), "F32", "")
+
+
+CHECKS = {
+    "families": check_families, "tokenizers": check_tokenizers, "smollm2": check_smollm2, "gemma3": check_gemma3,
+    "qwen-coder": check_qwen_coder,
+}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", required=True, help="Python of the environment with llama-cpp-python")
-    parser.add_argument("--only", choices=("families", "tokenizers", "smollm2"))
+    parser.add_argument("--only", choices=tuple(CHECKS))
     given = parser.parse_args()
-    downloads.fetch("smollm2")
+    for model in ("smollm2", "gemma3", "qwen-coder"):
+        if given.only in (None, model):
+            downloads.fetch(model)
     results = Results()
     with tempfile.TemporaryDirectory() as name:
         llama = LlamaCpp(given.program, Path(name))
-        for part, check in (("families", check_families), ("tokenizers", check_tokenizers), ("smollm2", check_smollm2)):
+        for part, check in CHECKS.items():
             if given.only in (None, part):
                 (Path(name) / part).mkdir()
                 check(llama, results, Path(name) / part)

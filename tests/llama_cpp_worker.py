@@ -3,6 +3,7 @@
 Reads one JSON object per line and answers with one line each:
 
     {"model": FILE, "texts": […], "tokens": […], "logits": FILE.npy}    {"ids": […], "ends": […], "template": …}
+    {"model": FILE, "greedy": [[ids], …], "n": number}                  {"steps": [[[id, logit, second id, logit], …], …]}
     {"quantize": FILE, "to": FILE, "type": number}                      {}
     … that it does not open                                             {"error": …}
 
@@ -39,6 +40,26 @@ def describe(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def greedy(request: dict[str, Any]) -> dict[str, Any]:
+    longest = max(map(len, request["greedy"])) + request["n"]
+    llm = llama_cpp.Llama(
+        request["model"], n_ctx=max(64, longest), logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False,
+        n_threads=2, n_threads_batch=2,
+    )  # fmt: skip
+    steps = []
+    for ids in request["greedy"]:
+        llm.reset()
+        llm.eval(ids)
+        made: list[list[float]] = []
+        for _ in range(request["n"]):
+            logits = llm.scores[llm.n_tokens - 1]
+            first, second = map(int, np.argsort(logits)[:-3:-1])
+            made.append([first, float(logits[first]), second, float(logits[second])])
+            llm.eval([first])
+        steps.append(made)
+    return {"steps": steps}
+
+
 def quantize(request: dict[str, Any]) -> dict[str, Any]:
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread, options.allow_requantize, options.pure = request["type"], 2, True, True
@@ -50,7 +71,7 @@ def quantize(request: dict[str, Any]) -> dict[str, Any]:
 for line in sys.stdin:
     asked = json.loads(line)
     try:
-        answer = quantize(asked) if "quantize" in asked else describe(asked)
+        answer = quantize(asked) if "quantize" in asked else greedy(asked) if "greedy" in asked else describe(asked)
     except ValueError as reason:
         answer = {"error": str(reason)}
     print(json.dumps(answer), flush=True)

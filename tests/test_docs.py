@@ -26,9 +26,9 @@ import handgrad as hg
 import tiny_gguf
 from conftest import save_with_bytes, use_empty_cache
 from handgrad.cli.app import app
-from handgrad.formats.models import FETCHED
 from handgrad.model import config
 from handgrad.plan import timing
+from handgrad.text import downloads
 from handgrad.web.connection import BackgroundServer
 from tiny_chat import write_chat_model
 
@@ -90,7 +90,8 @@ class Folder:
         (path / "logs").mkdir()
         (path / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
         lines = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i} bottles"} for i in range(30)]
-        for name in ("examples", "questions", "build/finetune-demo/train", "build/finetune-demo/validation"):
+        demos = [f"build/{name}/{part}" for name in ("finetune-demo", "coder-demo") for part in ("train", "validation")]
+        for name in ("examples", "questions", *demos):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (path / "prompts.txt").write_text("ROMEO:\nJULIET:\n")
@@ -140,7 +141,7 @@ class Folder:
         return words
 
     def _make(self, name: str) -> None:
-        if Path(name).exists() or name in config.PRESETS or name in FETCHED:
+        if Path(name).exists() or name in config.PRESETS or name in downloads.models():
             return
         if name == "path/to/chat-model":
             write_chat_model(Path(name), steps=1)

@@ -1,7 +1,9 @@
-"""make finetune-demo at tiny size: a random Llama as a GGUF file, with its real peer."""
+"""make finetune-demo and coder-demo at tiny size: a random Llama as a GGUF file, with its real peer."""
 
 import json
 import os
+import subprocess
+import zipfile
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -13,6 +15,7 @@ from bench import demo as finetune_demo
 from bench.bases import tiny_llama
 from bench.demo import OPTIONS, Demo, answers, compare, messages_of, tell
 from bench.finetune import of_steps, step_records
+from bench.house_style import records_of
 from rich.console import Console
 
 import handgrad as hg
@@ -26,10 +29,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Demo, str]:
     base = tiny_llama(folder)
     records = [{**record, "input": "twice" if i % 2 else ""} for i, record in enumerate(base.records)] * 2
     quick = {**OPTIONS, "steps": 2, "batch_examples": 4, "eval_every": 1}
-    demo = Demo(folder / "demo", str(base.path), records, quick)
+    demo = Demo(folder / "demo", str(base.path), records, quick, answer_tokens=5)
     out = Console(file=StringIO(), width=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune_demo, "ANSWER_TOKENS", 5)
         patch.setattr(finetune_demo, "QUESTIONS", 2)
         tell(demo, out)
     return demo, out.file.getvalue()  # type: ignore[attr-defined]
@@ -67,7 +69,7 @@ def test_answers_are_those_of_the_base_model_and_of_the_adapter(told: tuple[Demo
     text = f"<|im_start|>user\n{question[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     for model in (hg.load(demo.model), hg.load(adapter)):
         ids = hg.generate(model, torch.tensor([made.encode(text)]), 40)[0].tolist()
-        assert answers(model, adapter, [question]) == [made.decode(ids).strip() + " …"]
+        assert answers(model, adapter, [question], 40) == [made.decode(ids).strip() + " …"]
 
 
 def compared(demo: Demo) -> str:
@@ -114,3 +116,79 @@ def test_a_stopped_run_is_not_reported(told: tuple[Demo, str], tmp_path: Path, m
 def test_peer_needs_a_finished_run(told: tuple[Demo, str], tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="holds no finished run: start with make finetune-demo"):
         compare(replace(told[0], folder=tmp_path), Console(file=StringIO()))
+
+
+# ── the coder ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MODULE = '''
+"""Two ways."""
+from missing import nothing
+
+
+def _helper(a): ...
+
+
+def short(a): """No style."""
+
+
+def twice(numbers: list[int], *, times: int = 2) -> list[int]:
+    """Repeat a list,
+    so to speak.
+
+    Args:
+        numbers: What to repeat.
+    """
+    return numbers * times
+
+
+def twice_v2(numbers: list[int]) -> list[int]:
+    """Args: the second way."""
+'''
+
+
+def test_records_are_the_first_functions_in_the_style_of_modules(tmp_path: Path) -> None:
+    """Modules are read, not run: this one could not be imported."""
+    with zipfile.ZipFile(tmp_path / "style.whl", "w") as wheel:
+        wheel.writestr("style/b.py", MODULE)
+        wheel.writestr("style/a.py", MODULE.replace("twice", "other").replace("return numbers", f"return {1600 * '1'}"))
+        wheel.writestr("style/notes.txt", MODULE)
+    (record,) = records_of(tmp_path / "style.whl")
+    assert record["instruction"] == "Write the Python function twice(numbers): Repeat a list, so to speak."
+    assert record["output"].startswith("```python\ndef twice(numbers: list[int], *, times: int = 2) -> list[int]:\n")
+    assert record["output"].endswith("    return numbers * times\n```")
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_coder_demo_times_both_ways_and_writes_gguf(
+    written: bool, told: tuple[Demo, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def convert(command: list[str], check: bool) -> SimpleNamespace:
+        commands.append(command[3:])
+        Path(command[command.index("--gguf") + 1]).write_bytes(b"GGUF")
+        return SimpleNamespace(returncode=0 if written else 1)
+
+    base = told[0]
+    demo = replace(base, folder=tmp_path, options={**base.options, "steps": 1}, bits=8, prompt="Add.", exports=True)
+    out = Console(file=StringIO(), width=150)
+    monkeypatch.setattr(subprocess, "run", convert)
+    if not written:
+        with pytest.raises(hg.HandgradError, match=r"tuned\.gguf was not written"):
+            tell(demo, out)
+        return
+    tell(demo, out)
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert " s with --recompute blocks" in shown and "weights rounded to 8 bits" in shown and "--chat Add." in shown
+    assert commands == [["convert", str(demo.run), "--gguf", str(tmp_path / "tuned.gguf"), "--type", "Q4_K"]]
+    assert "tuned.gguf: 4 B, for llama.cpp and Ollama" in shown and "finetune-demo-peer" not in shown
+
+
+def test_coder_demo_is_the_real_model_in_mixed_precision_where_the_processor_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune_demo, "functions", lambda: [{"instruction": "Add.", "output": "1"}])
+    for why, precision in (("no bfloat16", None), (None, "mixed")):
+        monkeypatch.setattr(finetune_demo, "why_not_mixed", lambda why=why: why)
+        demo = finetune_demo.DEMOS["coder-demo"](tmp_path)
+        assert demo.model == "qwen-coder" and demo.options.get("precision") == precision and demo.exports

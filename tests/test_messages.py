@@ -26,7 +26,7 @@ from handgrad.model.storage.quantize import check_bits
 from test_rules import FILES, SOURCE, package_of, tree_of
 
 ABOVE = ("cli", "__main__", "__init__")  # of these, cli is the command line itself
-SHOW_COMMANDS = ("learn/course.py", "display/course_tables.py")  # lines to type, as in handgrad learn NAME --hint
+SHOW_COMMANDS = ("learn/course.py", "display/course_tables.py", "text/downloads.py")  # lines to type
 EVERY_PROGRAMS = {"--help", "--version"}
 
 

@@ -1,4 +1,5 @@
-"""GGUF files for tests; one is a tiny random Llama with a byte tokenizer and a chat template, in the place of SmolLM2."""
+"""GGUF files for tests; one is a tiny random Llama with a byte tokenizer and a chat template, in the place of those
+that are fetched."""
 
 import hashlib
 from collections.abc import Callable
@@ -92,10 +93,11 @@ def write_tiny_smollm2(path: Path) -> None:
 
 
 def put_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write it where `handgrad get smollm2` puts the real one, and let it be the file that is expected there."""
-    real = downloads.DOWNLOADS["smollm2"]
-    (member,) = real.members
-    path = downloads.cache_path("smollm2") / member.name
-    write_tiny_smollm2(path)
-    tiny = member._replace(size=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setitem(downloads.DOWNLOADS, "smollm2", replace(real, members=(tiny,)))
+    """Write it where `handgrad get` puts each real model, and let it be the file that is expected there."""
+    for name in downloads.models():
+        real = downloads.DOWNLOADS[name]
+        (member,) = real.members
+        path = downloads.cache_path(name) / member.name
+        write_tiny_smollm2(path)
+        tiny = member._replace(size=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+        monkeypatch.setitem(downloads.DOWNLOADS, name, replace(real, members=(tiny,)))

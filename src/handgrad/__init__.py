@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .model.passes.objective import LogitDifference, PositionLoss
     from .per_example.measure import example_norms, example_products
     from .per_example.ranking import Influence, influence
+    from .plan.thread_count import choose_threads
     from .proof.verify import verify
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "attribute",
     "audit",
     "check",
+    "choose_threads",
     "configure_runtime",
     "example_norms",
     "example_products",
@@ -66,7 +68,8 @@ _MODULE = {
     "explain": "explain_page.notebook", "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.inspect.trace", "train": "api",
     "audit": "auditing.model.run", "configure_runtime": "machine", "check": "auditing.gradcheck.run",
-    "verify": "proof.verify", "example_norms": "per_example.measure", "example_products": "per_example.measure",
+    "verify": "proof.verify", "choose_threads": "plan.thread_count",
+    "example_norms": "per_example.measure", "example_products": "per_example.measure",
     "influence": "per_example.ranking", "Influence": "per_example.ranking",
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "n_experts": (1, 1 << 16), "experts_per_token": (1, 1 << 16), "d_expert": _WIDTH, "d_shared": _WIDTH,
     "expert_groups": (1, 1 << 16), "groups_per_token": (1, 1 << 16), "decoder_sparse_step": _WIDTH,
     "first_k_dense_replace": (0, 1000), "n_shared_experts": (0, 1 << 16),
-    "no_rope_layer_interval": _WIDTH, "max_window_layers": (0, 1 << 24),
+    "no_rope_layer_interval": _WIDTH, "max_window_layers": (0, 1 << 24), "conv_taps": (1, 64),
     "rank": (1, 1 << 16), "alpha": (0, 1e6),
     "steps": _COUNT, "batch_tokens": _COUNT, "batch_examples": _COUNT, "warmup": (0, 10**12), "log_every": _COUNT,
     "eval_every": _COUNT, "eval_batches": _COUNT, "save_every": _COUNT, "patience": _COUNT, "keep": _COUNT,

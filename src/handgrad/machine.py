@@ -14,6 +14,7 @@ except ModuleNotFoundError:  # Windows
     raise ImportError("handgrad runs on Linux and macOS; on Windows, install it in WSL") from None
 
 AMX_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+BUSY = 0.3  # load per core above which other programs matter
 
 
 def configure_runtime() -> None:
@@ -82,6 +83,11 @@ def amx_is_doubtful() -> bool:
 def available_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_busy() -> bool:
+    """Whether programs use the cores, or did a minute ago."""
+    return os.getloadavg()[0] > BUSY * available_cores()
 
 
 def available_memory() -> tuple[int, str]:

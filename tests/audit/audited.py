@@ -16,7 +16,7 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging
 
-from families.members import LLAMA_LIKE, NO_TOKEN_IDS, fields_of, linear_layers, window_of
+from families.members import LLAMA_LIKE, MORE, NO_TOKEN_IDS, fields_of, linear_layers, window_of
 from handgrad.families import FAMILIES
 
 logging.set_verbosity_error()
@@ -30,7 +30,9 @@ SIZES = {
 def model_of(family: str, *, seed: int = 0, attention: str = "eager", spread: float = 0.1, **changes: Any) -> Any:
     """A model of two blocks with norms not 1 and biases not 0: errors would be invisible in a new one."""
     others = {"sliding_window": None, "tie_word_embeddings": False} if family in LLAMA_LIKE else {}
-    config = AutoConfig.for_model(family, **fields_of(family, SIZES) | NO_TOKEN_IDS | others | changes)
+    config = AutoConfig.for_model(
+        family, **fields_of(family, SIZES) | NO_TOKEN_IDS | others | MORE.get(family, {}) | changes
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():

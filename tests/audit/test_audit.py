@@ -25,6 +25,7 @@ from audited import (
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.lfm2 import modeling_lfm2
 from typer.testing import CliRunner
 
 import handgrad as hg
@@ -163,7 +164,34 @@ class LossOfParts:
         return total
 
 
+def convolving(change: Callable[..., Tensor]) -> Make:
+    """An LFM2 whose convolution is change(right, z, w, b), in which z is (B, d, T) and w (d, L)."""
+
+    def make(patch: pytest.MonkeyPatch) -> Any:
+        right = modeling_lfm2.causal_conv1d_fn
+        wrong = lambda z, w, b=None, **given: change(lambda *x: right(*x, **given), z, w, b)  # noqa: E731
+        patch.setattr(modeling_lfm2, "causal_conv1d_fn", wrong)
+        return model_of("lfm2", conv_bias=True)
+
+    return make
+
+
 FAULTS: dict[str, tuple[Make, str, str, str]] = {
+    "taps in the other order": (
+        convolving(lambda right, z, w, b: right(z, w.flip(1), b)),
+        "model.layers.1.conv", "known mistake", "the taps were in the other order",
+    ),
+    "taps in the other order in the backward pass": (
+        convolving(lambda right, z, w, b: right(z.detach(), w, b) + only_backward(0 * z, right(z, w.detach().flip(1)))),
+        "model.layers.1.conv", "known mistake", "the taps were in the other order",
+    ),
+    "no convolution": (
+        convolving(lambda right, z, w, b: z), "model.layers.1.conv", "known mistake", "the convolution were left out",
+    ),
+    "taps that are not trained": (
+        convolving(lambda right, z, w, b: right(z, w.detach(), b)),
+        "model.layers.1.conv.conv", "not trained", "conv.weight",
+    ),
     # the model, the layer that must be named, the kind of fault, and words of the sentence
     "a sign in a norm": (
         sign_in_a_norm, "transformer.h.1.ln_1", "missing term", "wrong sign in the norm's term of the mean",

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_proof import check_all, failed_stations
-from tiny_session import LLAMA, QWEN3, SCORES, SMOLLM3, TEXT, evaluate, make_session, make_traced, session_of
+from tiny_session import LFM2, LLAMA, QWEN3, SCORES, SMOLLM3, TEXT, evaluate, make_session, make_traced, session_of
 
 import handgrad as hg
 from conftest import perturb
@@ -16,7 +16,7 @@ from handgrad.explain_page.stations.table import Station
 from handgrad.explain_page.views import attention as attention_view
 from handgrad.explain_page.views import overview as overview_view
 from handgrad.explain_page.views import station as station_view
-from handgrad.explain_page.views import values
+from handgrad.explain_page.views import values, what_if
 from handgrad.explain_page.views.step import take_step
 from handgrad.families import FAMILIES
 from handgrad.model.layers.linear import Embedding, Linear
@@ -80,6 +80,46 @@ def test_norms_of_queries_and_keys_windows_and_unrotated_blocks_are_named() -> N
     assert "R(t)" in formulas_of(first) and "unless" not in formulas_of(first)
     assert "R(t)" not in formulas_of(second) and r"t - 4 \lt \beta" in formulas_of(second)
     assert "does not rotate" in second.summary and "the 3 before it" in second.summary
+
+
+def test_a_block_with_a_convolution() -> None:
+    session, sentence = make_traced(**LFM2)
+    gates, convolution, projection = (session.by_id[f"blocks.0.a_{name}"] for name in ("B", "3", "4"))
+    own = {"w_B", "w_C", "w_x", "b_B", "b_C", "b_x", "w_conv", "b_conv", "w_3", "b_3"}
+    assert own < symbols_of(session)
+    assert (gates.kind, convolution.kind) == ("linear", "convolution")
+    assert gates.a == ("blocks.0.a_B", "blocks.0.a_C", "blocks.0.a_x") and gates.outgoing == ("blocks.0.delta_2",)
+    assert convolution.incoming == ("blocks.0.delta_3",)
+    assert set(convolution.outgoing) == {f"blocks.0.delta_{x}" for x in ("B", "C", "x", "z", "conv")}
+    assert r"w_{2} = [w_{B} \; w_{C} \; w_{x}]" in formulas_of(gates) and "convolution" in projection.summary
+    for part in (r"\sum_{j=0}^{2} w_j", r"\Delta_z(t)", r"\partial w_j", r"\partial b_{\mathrm{conv}}"):
+        assert part in formulas_of(convolution)
+    assert {"gates", "short_conv"} & set(convolution.derived_in) == {"short_conv"} == set(gates.derived_in)
+    assert all((LAYERS / f"{page}.md").is_file() for x in session.stations for page in x.derived_in)
+    for station in session.stations:
+        view = station_view.at_station(session, sentence, station)
+        for given in view["parameters"]:
+            assert given["shape"] == list(sentence.trace[given["name"]].shape), given["name"]
+    heads = attention_view.all_heads(session, sentence)
+    assert [len(row) for row in heads["blocks"]] == [0, 4] and "for b in [1]" in heads["python"]["rho"]
+    effects = what_if.effects(session, sentence)
+    assert [len(row) for row in effects["heads"]] == [0, 4]
+    assert effects["edges"][0]["past"] == "convolution or attention"
+    found = evaluate(effects["python"]["heads"], trace=sentence.trace)
+    assert found[1].tolist() == pytest.approx(effects["heads"][1], rel=1e-4) and list(found) == [1]
+    with pytest.raises(hg.HandgradError, match="block 0 has no step of kind attention"):
+        attention_view.at_head(session, sentence, 0, 0)
+
+
+def test_rows_that_a_convolution_cannot_reach() -> None:
+    """The error of one position reaches, before the last convolution, only the tokens that it reads."""
+    session = make_session(**{**LFM2, "conv_blocks": (1,)})
+    sentence = session.sentence(TEXT, 0, hg.PositionLoss(6))
+    depends = station_view.depends_on(session, sentence, session.by_id["blocks.1.a_2"])
+    reached = sentence.trace["blocks.1.delta_2"].any(1).tolist()
+    assert reached == [depends(row) for row in range(len(reached))] == [4 <= row <= 6 for row in range(len(reached))]
+    before = station_view.depends_on(session, sentence, session.by_id["blocks.0.a_2"])
+    assert [before(row) for row in range(len(reached))] == [row <= 6 for row in range(len(reached))]
 
 
 def test_the_gated_station_shows_both_branches() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, SCALED, SCORES, SMOLLM3, TEXT, make_session, make_traced, session_of
+from tiny_session import LFM2, LLAMA, QWEN3, SCALED, SCORES, SMOLLM3, TEXT, make_session, make_traced, session_of
 
 import handgrad as hg
 from conftest import OTHER_ACTIVATIONS, perturb
@@ -36,7 +36,8 @@ def failed_stations(results: CheckResults, kind: str | None = None) -> set[str]:
     "shape",
     [{}, {"tied": False, "logits_bias": True, "n_blocks": 1}, {"lora": 2}, {"key_bias": False, "causal": False},
      *({"activation": name, "n_blocks": 1} for name in OTHER_ACTIVATIONS),
-     LLAMA, QWEN3, SMOLLM3, SCALED, SCORES, {**LLAMA, "lora": 2}, {**QWEN3, "lora": 2, "n_blocks": 1}],
+     LLAMA, QWEN3, SMOLLM3, LFM2, SCALED, SCORES, {**LLAMA, "lora": 2},
+     {**LFM2, "lora": 2}, {**QWEN3, "lora": 2, "n_blocks": 1}],
 )  # fmt: skip
 def test_every_station_passes(shape: dict[str, object]) -> None:
     results = check_all(make_session(**shape))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, SCORES, SMOLLM3, TEXT, evaluate, make_session
+from tiny_session import LFM2, LLAMA, QWEN3, SCORES, SMOLLM3, TEXT, evaluate, make_session
 
 import handgrad as hg
 from conftest import perturb
@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen3": QWEN3,
     "smollm3": SMOLLM3,
+    "lfm2": LFM2,
     "scores": SCORES,
     "lora": {"lora": 2},
 }

@@ -25,6 +25,7 @@ SMOLLM3 = {
     "tied": False,
     "n_kv_heads": 1,
 }
+LFM2 = {**LLAMA, "family": "lfm2", "qk_norm": True, "conv_blocks": (0,), "conv_bias": True}
 SCALED = {**LLAMA, "n_blocks": 1, "n_kv_heads": 4, "mlp_bias": True, "activation": "gelu_tanh",
           "rope_scaling": Scaling("yarn", 4.0, original_max_position_embeddings=12)}  # fmt: skip
 

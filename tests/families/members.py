@@ -25,9 +25,6 @@ logging.disable_progress_bar()
 
 # MiniCPM is code of its authors, not of transformers: test_minicpm.py
 FAMILIES = {name: family for name, family in EVERY_FAMILY.items() if name != "minicpm"}
-# grouped_mm refuses widths that are not multiples of 16 bytes; torch's own attention cannot cap scores
-PLAINLY = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
-IMPLEMENTATION = {"gemma2": {**PLAINLY, "attn_implementation": "eager"}}
 LIMIT = 1e-8  # relative, in float64
 LENGTHS = [7, 1, 12]  # uneven, one of them a single token
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -38,16 +35,6 @@ SIZES = {
     "n_vocab": 29, "n_context": 32, "d_model": 18, "d_hidden": 11, "n_blocks": 2, "n_heads": 9, "n_kv_heads": 3, "d_rho": 4,
     "eps": 1e-3, "n_experts": 5, "experts_per_token": 2, "d_expert": 7, "d_shared": 13,
 }  # fmt: skip
-# what a family needs besides its sizes: fields that transformers has no usable default for
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "dots1": {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-    },
-}
 ODD_HEADS = {"d_model": 15, "n_heads": 3}  # of learned positions: rotary ones turn pairs of features
 # windows by the kind that a family's table names
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -57,11 +44,22 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
 }
 
-WINDOWS["pattern"] = {"sliding_window": 4}
+WINDOWS["pattern"] = WINDOWS["listed blocks"] = {"sliding_window": 4}
 # what a small member of a family needs besides the sizes
 MORE: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "gpt_neox": {"hidden_size": 24, "num_attention_heads": 3, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "stablelm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "phi": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "glm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "helium": {"head_dim": 2, "num_key_value_heads": 3},  # its projection is as wide as the stream
+    "ministral": {"sliding_window": 500},
     "phi3": {},
+    "dots1": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
     "granitemoehybrid": {
         "mamba_n_heads": 1, "num_local_experts": 0, "position_embedding_type": "rope",
         "layer_types": ["attention", "attention"],
@@ -76,8 +74,18 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "cohere": {"logit_scale": 0.3},
+    "gpt_oss": {"sliding_window": 5},
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
+# of attention, where torch's function can neither cap scores nor have sinks
+IMPLEMENTATION = {"gemma2": "eager", "gpt_oss": "eager"}
+
+
+def implementations(family: str) -> dict[str, str]:
+    """What transformers computes attention and experts with: grouped_mm refuses most small widths."""
+    return {"attn_implementation": IMPLEMENTATION.get(family, "sdpa"), "experts_implementation": "eager"}
+
+
 LOCAL = {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
@@ -96,6 +104,12 @@ YARN_ONE_SCALE = {**YARN, "mscale": 0.7}  # one of the two scales alone has no e
 # the blend would end above the last pair of a head; it would end below the first
 YARN_WIDE_BLEND = {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 2000}
 YARN_NO_BLEND = {**YARN, "original_max_position_embeddings": 4}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.3], "long_factor": [1.5, 4.0], "factor": 2.0,
+    "original_max_position_embeddings": 256, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+LOCAL_LINEAR = {"full_attention": {**LINEAR, "rope_theta": 100.0}, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
+LOCAL_YARN = {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 10000.0}}
 WIDE = {"head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128}
 
 
@@ -114,7 +128,7 @@ def window_of(family: str) -> dict[str, Any]:
 def linear_layers(family: str) -> list[str]:
     """Hugging Face's names of the linear layers of a block, as adapters target them: self_attn.q_proj."""
     names = FAMILIES[family].names
-    inside = [ours for ours in names if "." in ours and not ours.endswith("_norm")]
+    inside = [ours for ours in names if "." in ours and not ours.endswith(("_norm", ".taps"))]
     if "mlp.experts" in names:  # adapters of experts have tests of their own
         inside = [ours for ours in inside if ours.startswith("attn.")]
     return [f"{names[ours.partition('.')[0]]}.{names[ours]}" for ours in inside]
@@ -124,17 +138,21 @@ def in_file_names(network: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by transformers' names → by the names in its files, where experts are matrices of their own."""
     names, found = FAMILIES[network.config.model_type].names, {}
     for name, x in named.items():
-        parts = re.fullmatch(r"(.*)\.mlp\.(?:experts\.(gate_up_proj|down_proj)|(.*))", name)
+        parts = re.fullmatch(r"(.*)\.mlp\.(?:experts\.((?:gate_up|down)_proj(?:_bias)?)|(.*))", name)
         if "mlp.experts" not in names or parts is None:
             found[name.replace("lm_head.", f"{names['head']}.")] = x
         elif parts[3]:
             found[f"{parts[1]}.{names['mlp']}.{parts[3]}"] = x
         else:
+            bias = "bias" if parts[2].endswith("_bias") else "weight"
             for e, one in enumerate(x):
                 expert = f"{parts[1]}.{names['mlp']}.experts.{e}."
-                kinds = ["expert.contract"] if parts[2] == "down_proj" else ["expert.gate", "expert.expand"]
-                for kind, part in zip(kinds, one.chunk(len(kinds)), strict=True):
-                    found[f"{expert}{names[kind]}.weight"] = part
+                kinds = ["expert.contract"] if parts[2].startswith("down_proj") else ["expert.gate", "expert.expand"]
+                pieces = one.chunk(len(kinds))
+                if FAMILIES[network.config.model_type].stacked_experts:  # gate and up in turn
+                    pieces = [one[..., i :: len(kinds)].t() for i in range(len(kinds))]
+                for kind, part in zip(kinds, pieces, strict=True):
+                    found[f"{expert}{names[kind]}.{bias}"] = part
     return found
 
 
@@ -164,6 +182,17 @@ PART_DENSE = {"num_hidden_layers": 4, "mlp_only_layers": [2], "decoder_sparse_st
 # Models by name, which begins with the family: the fields in which each differs from a small one.
 MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "gpt2, untied, erf": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 7},
+    "lfm2, biases, four taps": {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
+    "lfm2, one tap": {"conv_L_cache": 1},
+    "lfm2, more taps than tokens": {"conv_L_cache": 20},
+    "lfm2, no attention": {"layer_types": ["conv"] * 2},
+    "lfm2, no convolution": {"layer_types": None},
+    "lfm2, blocks by number": {"layer_types": None, "full_attn_idxs": [1]},
+    "lfm2, width computed": {
+        "block_auto_adjust_ff_dim": True, "intermediate_size": 23, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7,
+    },
+    "lfm2, older names": {"block_ff_dim": 13, "tie_embedding": False},
+    "lfm2, llama3": {"rope_parameters": LLAMA3, **WIDE},
     "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
     "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},
     "llama, gelu gate": {"hidden_act": "gelu"},
@@ -183,11 +212,48 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     },
     "qwen2, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
     "qwen3, yarn": {"rope_parameters": YARN_ONE_SCALE, **WIDE},
+    "gemma2, scores by the width of a head": {
+        "query_pre_attn_scalar": 4, "num_hidden_layers": 3, "tie_word_embeddings": True,
+    },
+    "gemma3_text, scores by the width of a head": {
+        "query_pre_attn_scalar": 4, "num_hidden_layers": 7, "sliding_window": 4, "rope_parameters": LOCAL_LINEAR,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+    },
+    "gemma3_text, windows by layer": {"query_pre_attn_scalar": 4, "final_logit_softcapping": 1.5, "sliding_window": 4},
+    "gemma3_text, no window": {"query_pre_attn_scalar": 4, "layer_types": ["full_attention"] * 2},
+    "olmo3, one base, untied": {
+        "tie_word_embeddings": False, "sliding_window": 4, "num_hidden_layers": 5, "layer_types": None,
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
+    },
+    "olmo3, yarn, untied": {
+        "tie_word_embeddings": False, "sliding_window": 4, "rope_parameters": LOCAL_YARN, "hidden_size": 48,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128,
+    },
     "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
     "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
     "smollm3, biases, unrotated": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
     "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
+    "llama, dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0}},
+    "gpt_neox, sequential": {"use_parallel_residual": False},
+    "phi3, longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 4.0, 7.0], "factor": 4.0, "original_max_position_embeddings": 8,
+        },
+        "hidden_size": 72, "head_dim": 8, "original_max_position_embeddings": 8,
+    },
+    "gemma3_text, linear": {
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**ROPE, "rope_theta": 30.0}},
+    },
+    "olmo3, yarn": {
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 1e4}},
+        "hidden_size": 144, "max_position_embeddings": 128,
+    },
+    "granite, llama3": {"rope_parameters": LLAMA3, "hidden_size": 144, "max_position_embeddings": 128},
+    "cohere2, default pattern": {"layer_types": None, "num_hidden_layers": 5},
+    "ernie4_5, biases": {"use_bias": True},
+    "stablelm, biases": {"use_qkv_bias": True},
     "mixtral, every expert": {"num_experts_per_tok": 5},
     "mixtral, one expert": {"num_experts_per_tok": 1, "tie_word_embeddings": True},
     "mixtral, many experts": {"num_local_experts": 40},
@@ -196,6 +262,8 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
     },
     "qwen3_moe, normalized, some blocks dense": {"norm_topk_prob": True, **PART_DENSE},
+    "gpt_oss, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
+    "gpt_oss, without biases of attention": {"attention_bias": False},
     "dots1, groups": {
         "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5,
     },
@@ -235,10 +303,10 @@ def transformers_model(name: str, **changes: Any) -> Any:
     rope = LOCAL if FAMILIES[family].local_rope else ROPE
     window = 4 if FAMILIES[family].local_rope else None
     others: dict[str, Any] = {"sliding_window": window, "rope_parameters": rope} if family in LLAMA_LIKE else {}
-    own = OF_FAMILY.get(family, {}) | others | NO_TOKEN_IDS | MORE.get(family, {})
+    own = others | NO_TOKEN_IDS | MORE.get(family, {})
     fields = fields_of(family, sizes) | own | MEMBERS[name] | changes
     config = AutoConfig.for_model(family, **copy.deepcopy(fields))
-    network = AutoModelForCausalLM.from_config(config, **IMPLEMENTATION.get(family, PLAINLY)).eval()
+    network = AutoModelForCausalLM.from_config(config, **implementations(family)).eval()
     randomize(network)
     return in_float64(network)
 
@@ -295,8 +363,8 @@ def in_float64(network: Any) -> Any:
 
 def from_folder(folder: Path) -> Any:
     """A saved model as transformers opens it, in float64."""
-    plainly = IMPLEMENTATION.get(AutoConfig.from_pretrained(folder).model_type, PLAINLY)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plainly)
+    family = AutoConfig.from_pretrained(folder).model_type
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **implementations(family))
     return in_float64(network.eval())
 
 

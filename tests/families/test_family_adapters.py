@@ -51,7 +51,7 @@ def test_we_load_pefts_adapter_and_take_the_same_step(name: str, kind: str, tmp_
     perturb(theirs, seed=5)
     theirs.save_pretrained(tmp_path / "adapter")
     names = hg.lora.load(ours, tmp_path / "adapter")
-    assert len(names) == 2 * len(layers_of(name))
+    assert len(names) == sum("lora_A." in x for x in theirs.state_dict())
 
     tokens, targets = batch()
     assert relative_error(ours.logits(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS)) <= LIMIT

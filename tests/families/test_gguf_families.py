@@ -21,7 +21,7 @@ REFUSED = {
     "llama, gelu gate": "activation",
     "llama, tanh gate": "activation",
     "llama, yarn with options": "rope_scaling",
-    "qwen2, yarn": "rope_scaling",
+    "qwen2, yarn": "attn_factor",
     "qwen2, window": "sliding_window",
     "qwen2, windows by layer": "sliding_window",
     "qwen3, window": "sliding_window",
@@ -32,15 +32,35 @@ REFUSED = {
     "smollm3, layers unrotated by list": "unrotated",
     "smollm3, no layer rotated": "unrotated",
     "smollm3, biases, unrotated": "attn_output.bias",
+    **{f"{name}, biases": "q_proj.bias" for name in ("gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2")},
+    **{f"{name}, 3 queries to a key": "with output.weight" for name in ("gemma2", "cohere", "cohere2")},
+    **{f"{name}, {n} queries to a key": "without output.weight" for name in ("olmo2", "olmo3") for n in (1, 9)},
+    **{f"gemma2, {x}": "attention_scale" for x in ("1 queries to a key", "9 queries to a key", "window")},
+    **{f"gemma3_text, {n} queries to a key": "attention_scale" for n in (1, 3, 9)},
+    "gemma3_text, window": "attention_scale",
+    "olmo3, window": "rope_scaling",
+    "olmo3, 3 queries to a key": "rope_scaling",
+    "lfm2, biases, four taps": "conv.bias",
+    "lfm2, no attention": "n_kv_heads",
+    "lfm2, one tap": "two taps or more",
+    "lfm2, no convolution": "two taps or more",
+    "lfm2, llama3": "rope_freqs.weight",
 }
-WRITTEN = [name for name in MEMBERS if name in DISTINCT or name in PLAIN.values()]
-CLASSES = {architecture.model_class for architecture in ARCHITECTURES.values()} | {"MistralForCausalLM"}
+# with untied and with tied tables: some architectures have no name for a head
+WRITTEN = [
+    name for name in MEMBERS
+    if name in DISTINCT or name in PLAIN.values() or name.endswith(", 1 queries to a key")
+]  # fmt: skip
+CLASSES = {"GraniteMoeHybridForCausalLM"}
+for architecture in ARCHITECTURES.values():
+    CLASSES |= {architecture.model_class, *(architecture.windowed or ())[:1]}
 
 
 def saved(name: str, folder: Path) -> Path:
     """The member with a tokenizer, and with a width that llama.cpp opens."""
     changes = dict(SIZE)
-    if any(a.whole_width and a.model_class == FAMILIES[family_of(name)].architecture for a in ARCHITECTURES.values()):
+    ours = FAMILIES[family_of(name)].architecture
+    if any(a.whole_width and ours in (a.model_class, *(a.windowed or ())[:1]) for a in ARCHITECTURES.values()):
         member = MEMBERS[name]
         changes["hidden_size"] = member.get("head_dim", SIZES["d_rho"]) * member.get(
             "num_attention_heads", SIZES["n_heads"]
@@ -65,9 +85,14 @@ def test_every_member_comes_back_or_is_refused(name: str, tmp_path: Path) -> Non
     model, again = hg.load(folder, dtype="float32"), hg.load(out)
     expected = dict(model.named_parameters())
     found = dict(again.named_parameters())
-    assert expected.keys() == found.keys()
-    for key, p in expected.items():
-        assert torch.equal(p, found[key]), key
+    if family_of(name) == "granitemoehybrid":  # comes back as Granite, with gate and expansion apart
+        assert again.config.family == "granite"
+    else:
+        assert expected.keys() == found.keys()
+        for key, p in expected.items():
+            # 1 + w has the digits of w above 2⁻²⁴
+            rounded = 1.2e-7 * (1 + p.abs()) if model.config.gain_offset and "norm" in key else 0
+            assert ((p - found[key]).abs() <= rounded).all(), key
     tokens = torch.randint(259, (2, 12), generator=torch.Generator().manual_seed(0))
     logits, same = model.logits(tokens), again.logits(tokens)
     assert (logits - same).abs().max() <= 1e-6 * logits.abs().max()

@@ -38,6 +38,19 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
     "beta_slow": 1.0,
 }  # fmt: skip
+BOTH = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GRANITE = {
+    "model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+    "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.25], "long_factor": [1.5, 4.0], "factor": 2.0,
+    "original_max_position_embeddings": 32, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama, untied": {"model_type": "llama", "tie_word_embeddings": False},
@@ -61,6 +74,61 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2, yarn": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3, biases": {"model_type": "qwen3", "attention_bias": True},
+    "lfm2": {
+        "model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": False, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
+    },
+    "lfm2, no convolution, untied": {
+        "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,
+    },
+    "gemma2": {
+        "model_type": "gemma2", "query_pre_attn_scalar": 4, "sliding_window": 7, "num_hidden_layers": 3,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "attn_implementation": "eager",
+    },
+    "gemma2, of 46 blocks": {
+        "model_type": "gemma2", "query_pre_attn_scalar": 12, "num_hidden_layers": 46, "num_attention_heads": 1,
+        "attn_implementation": "eager",
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 7, "num_hidden_layers": 7,
+        "rope_parameters": BOTH,
+    },
+    "gemma3, capped, windows by layer": {
+        "model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 7, "final_logit_softcapping": 1.5,
+        "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": BOTH,
+    },
+    "gemma3, no window": {
+        "model_type": "gemma3_text", "query_pre_attn_scalar": 4, "layer_types": ["full_attention"] * 2,
+        "rope_parameters": BOTH,
+    },
+    "olmo2": {"model_type": "olmo2", "head_dim": None},
+    "olmo3": {
+        "model_type": "olmo3", "head_dim": None, "sliding_window": 7, "num_hidden_layers": 5,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e6}},
+    },
+    "granite": {**GRANITE, "attention_multiplier": 0.3},
+    "granite, biases, no scale of scores": {
+        **GRANITE, "attention_multiplier": 0.5, "attention_bias": True, "mlp_bias": True
+    },
+    "minicpm": {**GRANITE, "attention_multiplier": 0.5, "gguf": "minicpm"},
+    "starcoder2": {"model_type": "starcoder2", "head_dim": None, "norm_epsilon": 1e-5},
+    "command-r": {"model_type": "cohere", "head_dim": None, "logit_scale": 0.25, "layer_norm_eps": 1e-5},
+    "cohere2": {
+        "model_type": "cohere2", "logit_scale": 0.25, "layer_norm_eps": 1e-5, "sliding_window": 7, "num_hidden_layers": 5,
+    },
+    "gptneox": {
+        "model_type": "gpt_neox", "head_dim": None, "num_key_value_heads": None, "layer_norm_eps": 1e-5,
+        "rope_parameters": PARTLY,
+    },
+    "gptneox, one branch after the other": {
+        "model_type": "gpt_neox", "head_dim": None, "num_key_value_heads": None, "layer_norm_eps": 1e-5,
+        "use_parallel_residual": False, "rope_parameters": PARTLY,
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "rope_parameters": PARTLY},
+    "phi3, longrope, window": {
+        "model_type": "phi3", "pad_token_id": 0, "sliding_window": 7, "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 32,
+    },
     "gpt2": {
         "model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "n_inner": 20, "n_positions": 64, "vocab_size": 29,
         "bos_token_id": None, "eos_token_id": None,
@@ -75,11 +143,17 @@ def make(name: str) -> PreTrainedModel:
         AutoConfig.for_model(**{k: v for k, v in choices.items() if v is not None})
     )
     perturb(model)  # biases and gains too
+    if "gemma" in name:  # 1 + w is a float32
+        for parameter in model.parameters():
+            parameter.data = (parameter.data * 4096).round() / 4096
     return model.double().eval()
 
 
 def architecture_of(config: Any) -> str:
-    return "llama" if config.model_type == "mistral" else str(config.model_type)
+    names = {
+        "mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "cohere": "command-r", "gpt_neox": "gptneox",
+    }  # fmt: skip
+    return getattr(config, "gguf", None) or names.get(config.model_type, str(config.model_type))
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:
@@ -90,12 +164,17 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        w = value.float().numpy()
-        if architecture in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        w = value.float().squeeze().numpy()  # of a convolution (d, 1, L) → (d, L)
+        if architecture in ("llama", "smollm3", "granite", "minicpm") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             w = w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
         if architecture == "gpt2" and any(part in name for part in ("c_attn.w", "c_proj.w", "c_fc.w")):
             w = w.T
+        if "query_key_value" in name:
+            heads = config.num_attention_heads
+            w = w.reshape(heads, 3, -1, *w.shape[1:]).swapaxes(0, 1).reshape(w.shape)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            w = w + 1
         found = names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
         yield found, np.ascontiguousarray(w)
@@ -110,23 +189,61 @@ def metadata(config: Any) -> dict[str, Any]:
         )  # fmt: skip
         return values | {"attention.layer_norm_epsilon": config.layer_norm_epsilon}
     d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
+    nested = config.rope_parameters
+    rope = nested.get("full_attention", nested)
+    rotated = int(d_head * rope.get("partial_rotary_factor", 1))
+    eps = next(
+        x
+        for field in ("norm_eps", "norm_epsilon", "layer_norm_eps", "rms_norm_eps")
+        if (x := getattr(config, field, 0))
+    )
+    norm = "layer_norm" if hasattr(config, "layer_norm_eps") or hasattr(config, "norm_epsilon") else "layer_norm_rms"
     values = {
         "vocab_size": config.vocab_size, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
         "block_count": config.num_hidden_layers, "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads, "attention.key_length": d_head,
-        "attention.value_length": d_head, "rope.dimension_count": d_head, "rope.freq_base": rope["rope_theta"],
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "expert_count": 0,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "attention.key_length": d_head, "attention.value_length": d_head, "rope.dimension_count": rotated,
+        "rope.freq_base": rope["rope_theta"], f"attention.{norm}_epsilon": eps, "expert_count": 0,
     }  # fmt: skip
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "longrope":
+        n = rope["original_max_position_embeddings"]
+        attention = float(np.sqrt(1 + np.log(rope["factor"]) / np.log(n)))
+        values |= {"rope.scaling.original_context_length": n, "rope.scaling.attn_factor": attention}
+    return values | of_family(config)
+
+
+def of_family(config: Any) -> dict[str, Any]:
+    """Metadata that one architecture alone has."""
+    values: dict[str, Any] = {}
+    architecture, kinds = architecture_of(config), getattr(config, "layer_types", None) or []
+    fields = {
+        "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "logit_scale": "logit_scale",
+        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+        "use_parallel_residual": "use_parallel_residual",
+    }  # fmt: skip
+    values = {key: x for field, key in fields.items() if (x := getattr(config, field, None)) is not None}
+    if getattr(config, "attention_multiplier", 0) == 0.5:  # that of heads of this width
+        del values["attention.scale"]
+    if config.model_type in ("mistral", "gemma2", "cohere2", "olmo3", "phi3") or "sliding_attention" in kinds:
+        values["attention.sliding_window"] = config.sliding_window or 0
+    if architecture == "olmo2" and kinds:
+        values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
+        values["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
+    if kinds == ["full_attention", "sliding_attention"]:
+        values["attention.sliding_window_pattern"] = [False, True]
     if config.pad_token_id is not None:
         values["tokenizer.ggml.padding_token_id"] = config.pad_token_id
-    if config.model_type == "mistral":
-        values["attention.sliding_window"] = config.sliding_window
+    if config.model_type == "lfm2":
+        values["shortconv.l_cache"] = config.conv_L_cache
+        if "conv" in config.layer_types:
+            kv = config.num_key_value_heads
+            values["attention.head_count_kv"] = [0 if kind == "conv" else kv for kind in config.layer_types]
     return values
 
 
@@ -152,6 +269,9 @@ def contents(name: str) -> tuple[PreTrainedModel, str, dict[str, Any], Tensors]:
     tensors = dict(stored_tensors(model))
     if "llama3" in name:
         tensors["rope_freqs.weight"] = divisors(model.config.rope_parameters, model.config.head_dim)
+    if "longrope" in name:
+        for kind in ("long", "short"):
+            tensors[f"rope_factors_{kind}.weight"] = np.float32(LONGROPE[f"{kind}_factor"])
     return model, architecture_of(model.config), metadata(model.config), tensors
 
 
@@ -163,7 +283,7 @@ def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     found = AutoConfig.for_model(**config)
     opened = AutoModelForCausalLM.from_config(found)
     assert type(opened) is type(model) and found.architectures == [type(model).__name__]
-    unpacked = {hf_name: dequantize(stored) for hf_name, stored in tensors.items()}
+    unpacked = {hf_name.replace("embed_out", "lm_head"): dequantize(stored) for hf_name, stored in tensors.items()}
     missing, unexpected = opened.load_state_dict(unpacked, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if config["tie_word_embeddings"] else set())
     for hf_name, value in model.state_dict().items():
@@ -229,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a logit scale": ({"logit_scale": 0.5}, {}, "llama.logit_scale is 0.5, which is not supported"),
     "an attention scale": ({"attention.scale": 0.5}, {}, "llama.attention.scale is 0.5, which is not supported"),
     "not causal": ({"attention.causal": False}, {}, "only causal models are supported"),
-    "longrope": ({"rope.scaling.type": "longrope"}, {}, "scaling.type is \"longrope\", only none, linear and yarn"),
+    "longrope": ({"rope.scaling.type": "longrope"}, {}, "scaling.type is \"longrope\", .* with its tables"),
     "an attention factor": ({"rope.scaling.attn_factor": 2.0}, {}, "attn_factor is 2.0, only 1 is supported"),
     "yarn without a context": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}, {}, "original_context_length"),
     "a rotation base of 0": ({"rope.freq_base": 0.0}, {}, "rope.freq_base is 0.0, must be above 0"),

@@ -84,6 +84,24 @@ def test_a_file_keeps_its_metadata_and_what_has_the_type_already(tmp_path: Path)
         assert torch.equal(dequantize(back.tensors[name]), dequantize(stored)), name
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_short_convolutions(kind: str, tmp_path: Path) -> None:
+    """Taps stay float32; the blocks that have them are those without heads of keys."""
+    conv = {"family": "lfm2", "qk_norm": True, "conv_blocks": (0, 2), "n_blocks": 3, "conv_taps": 4}
+    write_gguf(str(folder_of(tmp_path / "model", **WIDE | conv)), tmp_path / "out.gguf", kind)
+    file = open_gguf(tmp_path / "out.gguf")
+    assert file.metadata["lfm2.attention.head_count_kv"] == [0, 2, 0] and file.metadata["lfm2.shortconv.l_cache"] == 4
+    assert file.tensors["blk.0.shortconv.conv.weight"].shape == (256, 4) and "blk.0.attn_q.weight" not in file.tensors
+    exact, found = hg.load(tmp_path / "model"), hg.load(tmp_path / "out.gguf")
+    assert found.config.conv_blocks == (0, 2)
+    for (name, p), q in zip(exact.named_parameters(), found.parameters(), strict=True):
+        assert (p - q).abs().max() <= (0 if kind == "F32" or "conv.conv" in name else p.abs().max() / 64), name
+    biased = folder_of(tmp_path / "biased", **WIDE | conv | {"conv_bias": True})
+    with pytest.raises(HandgradError, match=r"conv\.\w+\.bias"):
+        write_gguf(str(biased), tmp_path / "biased.gguf", kind)
+    assert not (tmp_path / "biased.gguf").exists()
+
+
 def test_one_tensor_is_in_memory_at_a_time(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one tensor was packed to is freed before the next one is packed."""
     last: list[weakref.ref[torch.Tensor]] = []

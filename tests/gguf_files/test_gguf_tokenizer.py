@@ -205,6 +205,8 @@ def test_tokens_around_a_text(
     plain = made.encode("a b")
     around = [5] * expected[0] + plain + [end] * expected[1]
     assert made.inner.encode("a b").ids == around
+    assert made.encode_prompt("a b") == around[: expected[0] + len(plain)] and made.encode_prompt("") == []
+    assert made.begun(made.encode_prompt("a b")) == made.encode_prompt("a b"), "once"
     assert opened_by_transformers(made, tmp_path / "out")("a b")["input_ids"] == around
 
 

@@ -21,6 +21,7 @@ QWEN = {**LLAMA, "family": "qwen3", "qk_norm": True, "n_kv_heads": 3}
 SHAPES = {
     "gpt2, tied": {}, "gpt2, untied": {"tied": False, "logits_bias": True}, "gpt2, no key bias": {"key_bias": False},
     "llama, tied": LLAMA, "llama, untied": {**LLAMA, "tied": False}, "qwen3": {**QWEN, "qkv_bias": False},
+    "lfm2": {**QWEN, "family": "lfm2", "qkv_bias": False, "conv_blocks": (1,), "conv_bias": True},
     "sinks": {**LLAMA, "attention_scale": 0.9, "score_cap": 1.5, "sinks": True},
 }  # fmt: skip
 ADAPTERS = {

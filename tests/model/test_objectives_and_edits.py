@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
     "qwen3": {**LLAMA, "family": "qwen3", "qk_norm": True, "window": 3, "windowed": (1,), "tied": False},
+    "lfm2": {**LLAMA, "family": "lfm2", "qk_norm": True, "conv_blocks": (0,), "conv_bias": True, "conv_taps": 4},
     "scores": {**LLAMA, "attention_scale": 0.4, "score_cap": 2.0, "sinks": True},
 }
 Visit = Callable[[str, Tensor], Tensor]
@@ -191,7 +192,7 @@ def test_an_edited_error_signal_equals_autograd(name: str, place: str) -> None:
     assert relative_error(trace["blocks.0.delta_1"], plain["blocks.0.delta_1"]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "lfm2"])
 @pytest.mark.parametrize("place", ["rho", "q", "k", "v", "skip_5", "skip_10"])
 def test_signals_that_only_an_edited_trace_has(name: str, place: str) -> None:
     """Against finite differences of the loss; with keys of their own norm and rotation these are the edited ones."""

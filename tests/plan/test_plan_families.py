@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "qk_norm": True, "d_rho": 4, "d_head": 6},
     "mistral": {"family": "mistral", "window": 5},
     "smollm3": {"family": "smollm3", "unrotated": (1,), "window": 4, "windowed": (1,)},
+    "lfm2": {"family": "lfm2", "qk_norm": True, "conv_blocks": (0, 2), "conv_bias": True},
     "fused": {"family": FUSED, "tied": False},
     "fused with biases": {"family": FUSED, "qkv_bias": True, "mlp_bias": True},
 }  # fmt: skip
@@ -74,11 +75,13 @@ def test_parameters_match_the_model(config: ModelConfig) -> None:
     assert plan.total == sum(p.numel() for p in model.parameters())
     assert plan.per_block == sum(p.numel() for p in model.blocks[1].parameters())
     assert plan.bytes_weights == sum(p.nbytes for p in model.parameters())
-    counted: dict[str, int] = {}
+    counted: dict[tuple[bool, str], int] = {}
     for row in rows:
-        counted[row.name] = counted.get(row.name, 0) + row.count
-    assert counted == {without_block(name): p.numel() for name, p in model.named_parameters()}
-    assert len({row.symbol for row in rows}) == len(rows)
+        key = row.layer == "conv block", row.name
+        counted[key] = counted.get(key, 0) + row.count
+    conv = {name: block_of(name) in config.conv_blocks for name, _ in model.named_parameters()}
+    assert counted == {(conv[name], without_block(name)): p.numel() for name, p in model.named_parameters()}
+    assert len({(row.layer, row.symbol) for row in rows}) == len(rows)
     f_in_f_out = {row.symbol: row.shape for row in rows}
     assert f_in_f_out["w_k"] == (12, config.kv_heads * config.query_width)
     assert f_in_f_out["w_8"] == (7, 12)
@@ -154,11 +157,12 @@ def test_products_of_adapters_match_torch_counter(config: ModelConfig, targets: 
 def test_pairs_are_the_entries_of_the_attention_maps(config: ModelConfig) -> None:
     every, some = batches(config)
     trace = hg.trace(hg.GPT(config, dtype="float64"), *every)
-    maps = [trace[f"blocks.{i}.rho"] != 0 for i in range(config.n_blocks)]
+    last = config.n_blocks - 1
+    maps = {i: trace[f"blocks.{i}.rho"] != 0 for i in range(config.n_blocks) if i not in config.conv_blocks}
     for batch in (every, some):
         work = Work.of_batch(*batch[1:], config)
-        last = maps[-1][:, batch[1] != -100]  # the last block has queries where there are targets
-        entries = int(sum(x.sum() for x in (*maps[:-1], last)))
+        needed = {i: x[:, batch[1] != -100] if i == last else x for i, x in maps.items()}  # queries with a target
+        entries = int(sum(x.sum() for x in needed.values()))
         forward, backward = flop(config, work, {})
         products = flop(config, products_alone(work), {})
         d_rho, d_h = config.query_width, config.value_width
@@ -217,7 +221,8 @@ def test_saved_numbers_by_name() -> None:
 def test_cache_per_token(config: ModelConfig) -> None:
     cache = Cache(hg.GPT(config))
     cache.reserve(cache.add(), config.n_context)
-    assert make_plan(config).bytes_cache_per_token == cache.nbytes // config.n_context
+    states = len(config.conv_blocks) * (config.conv_taps - 1) * config.d_model  # kept after every 64 tokens
+    assert make_plan(config).bytes_cache_per_token == cache.nbytes // config.n_context + 4 * -(-states // 64)
 
 
 def test_temporary_buffers_of_a_gate() -> None:

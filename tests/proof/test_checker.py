@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2, a bias at the head": {"logits_bias": True, "tied": False},
     "llama": LLAMA,
     "qwen3": {**LLAMA, "family": "qwen3", "qk_norm": True, "tied": False},
+    "lfm2": {**LLAMA, "family": "lfm2", "qk_norm": True, "conv_blocks": (0,), "conv_bias": True},
     "adapters": {"adapters": "all-linear"},
     "adapters, of the head as well": {"adapters": ("c_attn", "lm_head")},
     "an adapter of the head": {**LLAMA, "adapters": "lm_head"},

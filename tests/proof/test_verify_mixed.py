@@ -22,11 +22,13 @@ pytestmark = pytest.mark.skipif(
     library.why_not(torch.bfloat16) is not None, reason="LEFT OUT: this machine does not multiply bfloat16"
 )
 SHAPE = {"n_vocab": 61, "n_context": 40, "d_model": 32, "n_heads": 2, "n_blocks": 2}
-FAMILIES = {"gpt2": "nano", "llama": "nano-llama"}
+FAMILIES = {"gpt2": "nano", "llama": "nano-llama", "lfm2": "nano-llama"}
 STEPS, NETWORK = "Mixed precision, each step from what it read", "Mixed precision, the whole network"
 
 
 def model_of(family: str, **changes: Any) -> hg.GPT:
+    if family == "lfm2":
+        changes = {"family": family, "qk_norm": True, "conv_blocks": (0,), "conv_bias": True, **changes}
     model = hg.GPT(hg.preset(FAMILIES[family], **{**SHAPE, **changes}), seed=3)
     perturb(model, scale=0.05)  # biases and gains that are not 0 and 1
     model.precision = "mixed"

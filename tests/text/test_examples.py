@@ -10,6 +10,7 @@ import torch
 from example_files import BYTES, CHAT, CHATML, END_ID, TALK, chat_tokenizer, learned, lines, numbered, read, shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from handgrad.errors import HandgradError, LimitError
@@ -48,6 +49,20 @@ def test_texts_begin_and_end_with_the_end_of_text_token(tmp_path: Path) -> None:
     assert learned(bare, 0, BYTES) == [("n", False), ("aïve", True)], (
         "without an end-of-text token the first token is no target"
     )
+
+
+def test_what_the_file_puts_before_every_text_begins_every_example_once(tmp_path: Path) -> None:
+    made, mark = chat_tokenizer(), "<|im_start|>"
+    around = processors.TemplateProcessing(f"{mark} $A", special_tokens=[(mark, made.inner.token_to_id(mark))])
+    made.inner.post_processor = around
+    records = [{"text": "naïve"}, {"prompt": "Oh", "completion": "!"}, {"prompt": "", "completion": "!"}]
+    found, _ = read(lines(tmp_path, *records), made=made, template=None)
+    assert learned(found, 0, made) == [(mark, False), (f"naïve{END}", True)]
+    assert learned(found, 1, made) == [(f"{mark}Oh", False), (f"!{END}", True)]
+    assert learned(found, 2, made) == [(mark, False), (f"!{END}", True)]
+    begun = {"messages": [{"role": "user", "content": "Oh"}, {"role": "assistant", "content": "Indeed"}]}
+    found, _ = read(lines(tmp_path, begun), made=made)  # the template has it
+    assert made.decode(found.ids).count(mark) == 2 and made.decode(found.ids).startswith(f"{mark}user")
 
 
 def test_messages_are_encoded_like_transformers(tmp_path: Path) -> None:

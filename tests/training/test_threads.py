@@ -17,11 +17,14 @@ from bench.process import busy_cores
 import handgrad as hg
 from conftest import handgrad, run_processes, succeed, use_empty_cache
 from handgrad import checks, lora, machine, optim
+from handgrad.cli.generate import use_fastest_threads
 from handgrad.errors import HandgradError
 from handgrad.files import manifest
+from handgrad.plan import thread_count
+from handgrad.plan.thread_count import ROUNDS, candidates, choose
 from handgrad.training import threads
 from handgrad.training.distributed import Ranks
-from handgrad.training.threads import ROUNDS, candidates, choose, trial_step
+from handgrad.training.threads import trial_step
 from runs import OFTEN, SMALL, TEXT, same_weights, small_job, weights
 
 
@@ -36,7 +39,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that may use two threads, and no variable that decides their number."""
-    for name in threads.VARIABLES:
+    for name in thread_count.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(2)
     yield
@@ -97,6 +100,32 @@ def test_hopeless_candidate_runs_once_and_slow_steps_are_not_repeated() -> None:
     assert hopeless.steps.count(2) == 1 and hopeless.steps.count(1) == 1 + ROUNDS
     slow = FakeMachine(n2=5.0, n1=8.0)
     assert slow.choose(2, 1) == 2 and slow.steps == [1, 2, 1]
+
+
+def test_any_loop_can_choose(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hg.choose_threads` sets the number, unless a variable has decided."""
+
+    def step() -> None:
+        time.sleep(0.02 if torch.get_num_threads() == 2 else 0.002)
+
+    assert hg.choose_threads(step) == torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert hg.choose_threads(step) == torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("load", "number"), [(0.0, 2), (9.0, 1)])
+def test_commands_that_generate_choose_on_a_busy_machine(
+    load: float, number: int, two_threads: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def logits(tokens: torch.Tensor, generating: bool) -> None:
+        assert generating
+        time.sleep(0.02 if torch.get_num_threads() == 2 else 0.002)
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    use_fastest_threads(mock.Mock(logits=logits))
+    assert torch.get_num_threads() == number
+    assert ("threads: 1 of 2, measured, because the machine is busy" in capsys.readouterr().err) == (number == 1)
 
 
 def test_failed_measurement_sets_the_first_candidate() -> None:
@@ -183,7 +212,7 @@ def test_measuring_changes_no_bit_of_the_run(text: Path, two_threads: None, monk
     assert json.loads(Path("measured/run.json").read_text())["threads"] == 1
 
 
-@pytest.mark.parametrize("name", threads.VARIABLES)
+@pytest.mark.parametrize("name", thread_count.VARIABLES)
 def test_variables_of_the_user_decide(
     text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -248,7 +277,7 @@ SHAPE = ["--n-blocks", 1, "--d-model", 64, "--n-heads", 2, "--n-context", 32, "-
 
 def test_a_killed_run_keeps_its_bits_when_the_load_changes(text: Path) -> None:
     """Processes that choose for themselves; the second one meets busy cores. Compared with a run that is not interrupted."""
-    own = {name: value for name, value in os.environ.items() if name not in threads.VARIABLES}
+    own = {name: value for name, value in os.environ.items() if name not in thread_count.VARIABLES}
     options = ["--data", text, *SHAPE, "--steps", 10, "--sample-tokens", 0, "--save-every", 1, "--keep", 99]
     command = ["train", *options, "--out", "run"]
     start = [sys.executable, "-m", "handgrad", *map(str, command)]

@@ -27,14 +27,15 @@ from .generate import (
     note_precision,
     sampling,
     text,
+    use_fastest_threads,
 )
 
 if TYPE_CHECKING:
     from ..inference.conversation import Chat
 
 MODEL = text(
-    "A chat model: smollm2, a model directory, a GGUF file, an adapter, a run folder (its best checkpoint), or a name on the"
-    " hub."
+    "A chat model: one of `handgrad get`, a model directory, a GGUF file, an adapter, a run folder (its best checkpoint), or"
+    " a name on the hub."
 )
 SYSTEM = text("System prompt. [default: that of the model's chat template]")
 SEED = sampling("Seed of the samples; turn i has SEED + i. [default: random]", min=0)
@@ -122,6 +123,7 @@ def _open(
             f"{folder} has no chat template, so it is no chat model: continue a text with handgrad generate --prompt"
         )
     network = open_to_generate(base, bits, precision)
+    use_fastest_threads(network)
     if base is not folder:
         network.text_source = str((tokenizer_folder(folder) or base).absolute())
     made = Chat(network, chat_template_of(base) or template, system=system, sampling=how, max_new_tokens=max_new_tokens)

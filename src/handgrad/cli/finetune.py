@@ -21,7 +21,8 @@ OPTIONS: Options = {
         " them.",
     },
     "Model": {
-        "model": "A model directory, a .gguf file, smollm2, a run folder, an adapter to continue, or a name on the hub.",
+        "model": "A model directory, a .gguf file, one of `handgrad get`, a run folder, an adapter to continue, or a"
+        " name on the hub.",
         "dtype": "Data type: float32, float64 or bfloat16.",
         "precision": PRECISION,
         "packed": "Keep the matrices of a GGUF model packed: the same gradients. Least memory with --recompute blocks.",

@@ -15,6 +15,7 @@ from . import console
 if TYPE_CHECKING:
     from ..inference.engine import TokenLogprob
     from ..inference.text_batch import Batch
+    from ..model.gpt import GPT
     from ..text.token_text import TokenText
     from ..text.tokenizer import Tokenizer
 
@@ -27,7 +28,8 @@ def _option(panel: str) -> Callable[..., Any]:
 text, sampling, output = _option("Text"), _option("Sampling"), _option("Output")
 
 MODEL = text(
-    "A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), smollm2, or a name on the hub."
+    "A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), one of `handgrad get`, or a"
+    " name on the hub."
     " [default: the newest run in runs/]"
 )
 BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
@@ -133,11 +135,12 @@ def generate(
     asked = chat or (_lines(prompts_file) if prompts_file else _texts(prompt))
     note_precision(precision)
     network = open_to_generate(folder, bits, precision)
+    use_fastest_threads(network)
     known = model_text(network)
     if model is None:
         console.note(f"from {folder}")
     prompts, answers = _formatted(folder, known.tokenizer, asked, "chat" if chat else format)
-    encoded = [known.tokenizer.encode(one) for one in prompts]
+    encoded = [known.tokenizer.encode_prompt(one) for one in prompts]
     if not all(encoded):
         raise HandgradError("the prompt is empty: give at least one character")
     limit = network.config.n_context
@@ -175,6 +178,19 @@ def note_precision(precision: str | None) -> None:
     console.note(without_mixing(precision))
 
 
+def use_fastest_threads(network: "GPT") -> None:
+    """On a busy machine, set the number of threads that computes a token fastest."""
+    import torch
+
+    from ..machine import is_busy
+    from ..plan.thread_count import choose_threads
+
+    if is_busy():
+        token, most = torch.zeros(1, 1, dtype=torch.long), torch.get_num_threads()
+        number = choose_threads(lambda: network.logits(token, generating=True))
+        console.note(f"threads: {number} of {most}, measured, because the machine is busy" if number < most else "")
+
+
 def _print_cost(folder: Path, bits: int | None, text: str) -> None:
     """Print the change of the loss, and how often the most probable token differs."""
     from ..files.reading import read_text
@@ -186,7 +202,7 @@ def _print_cost(folder: Path, bits: int | None, text: str) -> None:
         raise HandgradError("--cost compares low-bit weights with the model's own: give --bits 8 or --bits 4 as well")
     passage = PASSAGE if text == "sample" else read_text(Path(text))
     low_bit = open_folder(folder, bits=bits)
-    ids = model_text(low_bit).tokenizer.encode(passage)
+    ids = model_text(low_bit).tokenizer.encode_prompt(passage)
     plain = open_folder(folder, "float32")
     sys.stdout.write(f"{bits} bits: {measure_cost(plain, low_bit, ids)}\n")
 

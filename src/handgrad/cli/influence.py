@@ -9,13 +9,16 @@ import typer
 from ..errors import HandgradError
 from . import console
 from .console import JsonOption
+from .generate import use_fastest_threads
 from .options import FORMAT, Precision
 
 
 def influence(
     model: Annotated[
         str,
-        typer.Option(help="A model directory, a .gguf file, smollm2, a run folder, an adapter, or a name on the hub."),
+        typer.Option(
+            help="A model directory, a .gguf file, one of `handgrad get`, a run folder, an adapter, or a name on the hub."
+        ),
     ],
     data: Annotated[list[str], typer.Option(help="Training examples: files, folders or glob patterns; repeatable.")],
     prompt: Annotated[str | None, typer.Option(help="Prompt of the answer to explain, with --answer.")] = None,
@@ -69,6 +72,7 @@ def influence(
         check_writable(html)
     console.check_json_target(json)
     network = load(model, precision=precision)
+    use_fastest_threads(network)
     query = queries if queries is not None else {"prompt": prompt or "", "completion": answer}
     with console.working("comparing gradients of the examples"):
         found = rank_examples(network, data, query, rank=rank, seed=seed, format=format)

@@ -30,8 +30,8 @@ PRECISION = (
 )
 Precision = Annotated[str | None, typer.Option("--precision", help=PRECISION)]
 MODEL = (
-    f"A preset ({', '.join(PRESETS)}), a model directory, a run folder (its best checkpoint), an adapter, or a name on the"
-    " hub. A preset's bare name is the preset; ./NAME is the folder."
+    f"A preset ({', '.join(PRESETS)}), a model directory, a .gguf file, one of `handgrad get`, a run folder (its best"
+    " checkpoint), an adapter, or a name on the hub. A preset's bare name is the preset; ./NAME is the folder."
 )
 PRESET = "[default: the preset's]"
 MODEL_SHAPE = {

@@ -82,8 +82,8 @@ def plan(
     from ..machine import peak_memory
     from ..plan.estimate import plan_model
     from ..plan.fit import misfit
+    from ..plan.thread_count import using
     from ..plan.timing import forecast
-    from ..training.threads import using
 
     console.check_json_target(json_file)
     check_threads(threads)

@@ -11,15 +11,15 @@ import typer
 
 from ..errors import HandgradError
 from . import console
-from .generate import PRECISION, note_precision
+from .generate import PRECISION, note_precision, use_fastest_threads
 
 
 def serve(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), smollm2, or a name on the"
-            " hub. [default: the newest run in runs/]"
+            help="A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), one of `handgrad get`,"
+            " or a name on the hub. [default: the newest run in runs/]"
         ),
     ] = None,
     adapter: Annotated[
@@ -74,6 +74,7 @@ def serve(
     base = name or Path(find_model(model).name).name
     note_precision(precision)
     models = open_models(folder, base, {called: locate(path) for called, path in named.items()}, bits, precision)
+    use_fastest_threads(models.network)
     server = Server(
         models,
         host=host,

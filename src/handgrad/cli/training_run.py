@@ -11,6 +11,7 @@ from ..formatting import duration, plural
 from ..formatting import loss as loss_text
 from ..machine import peak_memory
 from ..plan.fit import misfit
+from ..plan.thread_count import using
 from ..plan.timing import forecast
 from ..training.config import SHAPE, TrainOptions
 from ..training.distributed import Ranks
@@ -18,7 +19,6 @@ from ..training.job import Job
 from ..training.lifecycle import GGUF_ADAPTER, Prepare, Request, Result, dry_run, execute
 from ..training.option_file import read_option_file
 from ..training.run_plan import plan_job, saved_by_mixing
-from ..training.threads import using
 from . import console
 
 C = TypeVar("C", bound=TrainOptions)

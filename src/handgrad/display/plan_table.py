@@ -9,7 +9,7 @@ from rich.table import Table
 from ..formatting import duration, flop, percent, plural, size
 from ..plan.estimate import Plan
 from ..plan.packing import unpacked_kinds
-from ..plan.parameters import parameters
+from ..plan.parameters import parameters, times
 from ..plan.timing import Forecast
 
 
@@ -17,7 +17,7 @@ def to_json(plan: Plan) -> str:
     c = plan.config
     rows = [
         {"layer": p.layer, "symbol": p.symbol, "name": p.name, "shape": p.shape, "count": p.count,
-         "times": c.n_blocks if p.layer == "block" else 1}
+         "times": times(c, p)}
         for p in parameters(c)
     ]  # fmt: skip
     plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks", "kinds", "mixed")}
@@ -43,22 +43,26 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
         table.add_column("name in the file", no_wrap=True)
     table.add_column("shape", justify="right", no_wrap=wide)
     table.add_column("parameters", justify="right", min_width=13 if wide else 9, overflow="fold")
+    listed = parameters(c)
     totals = {
-        "embedding": plan.embedding, "block": plan.per_block, "final norm": plan.final_norm, "logits": plan.logits,
-    }  # fmt: skip
+        layer: sum(p.count for p in listed if p.layer == layer) for layer in dict.fromkeys(p.layer for p in listed)
+    }
+    totals.setdefault("logits", 0)
     between = [""] * (3 if named else 2)
     for layer, subtotal in totals.items():
-        for p in parameters(c):
+        for p in listed:
             if p.layer == layer:
                 shape = " × ".join(f"{n:,}" for n in p.shape)
                 table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
         if layer == "logits" and c.tied:
             table.add_row(layer, "w_11", *([f"tied to {c.table.names['embed']}.weight"] if named else []), "tied", "0")
-        label = "one block" if layer == "block" else layer
+        label = f"one {layer}" if layer.endswith("block") else layer
         table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
     if c.n_blocks > 1:
-        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{c.n_blocks * plan.per_block:,}")
+        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{plan.blocks:,}")
     table.add_row("[bold]total", *between, f"[bold]{plan.total:,}")
+    if plan.active < plan.total:
+        table.add_row("used by a token", *between, f"{plan.active:,}")
     return table
 
 

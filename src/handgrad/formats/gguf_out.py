@@ -7,7 +7,7 @@ under the names and with the metadata that it has; those that are in the wanted 
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,16 +81,17 @@ def write_gguf(model: str, out: Path, kind: str | None = None) -> Written:
         raise HandgradError(
             f"the weights of {base} have types that cannot be written: choose one with {option('type')}"
         )
-    config = source.config
+    config, weights = source.config, source.weights
     known = tokenizer.read(texts)
     spoken = _of_base(base, known) or _tokenizer(known, config.n_vocab, end_ids(folder, known))
     _check_ids(known, spoken.metadata)
     # in float32, which is what a GGUF file has
-    hf = {"tie_word_embeddings": config.tied, **config_json(config, torch.float32)}
-    planned = export(config.table.architecture, hf, source.weights, spoken.metadata, wanted)
+    named, weights = _as_granite(config, weights)
+    hf = {"tie_word_embeddings": config.tied, **config_json(named, torch.float32)}
+    planned = export(named.table.architecture, hf, weights, spoken.metadata, wanted)
     _check_config(config, read_config(planned.config, out))
     metadata = {"general.name": typed(out.stem), **planned.metadata}
-    notes = spoken.notes + _raw_notes(known) + _window_notes(config, planned.config)
+    notes = spoken.notes + _raw_notes(known) + _notes(config, planned.config)
     return _finish(out, metadata, planned.tensors, notes)
 
 
@@ -112,6 +113,24 @@ def _merged(folder: Path, base: Path) -> _Source:
     network = open_merged(folder, base, "float32").network
     weights = {name: p.detach() for name, p in network.named_parameters()}
     return _Source(network.config, weights, _file_type(base) if is_gguf(base) else _TYPE_OF.get(stored_dtype(base)))
+
+
+def _as_granite(config: ModelConfig, weights: Mapping[str, Tensor]) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    """MiniCPM and Granite 4 without mixtures are the network of Granite, under other names."""
+    if config.family not in ("minicpm", "granitemoehybrid"):
+        return config, weights
+    scale = config.query_width**-0.5 if config.attention_scale is None else config.attention_scale
+    found = {}
+    for name, w in weights.items():
+        before, inside, layer = name.partition(".shared_mlp.")
+        if not inside:
+            found[name] = w
+        elif layer == "output_linear.weight":
+            found[f"{before}.mlp.down_proj.weight"] = w
+        else:
+            parts = zip(("gate_proj", "up_proj"), w.chunk(2), strict=True)
+            found |= {f"{before}.mlp.{part}.weight": half for part, half in parts}
+    return replace(config, family="granite", attention_scale=scale), found
 
 
 def _file_type(path: Path) -> str | None:
@@ -239,8 +258,8 @@ def _choices(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
     if config.positions == "rotary":
         of = partial(rotary.frequencies, config.rotary_width_of_head, dtype=torch.float64)
-        tables = [of(x.base, x.scaling, long=long) for x in config.rotary_tables() for long in (False, True)]
-        used = [tables[config.rotary_table_of(i)] for i in range(config.n_blocks) if config.rotated_block(i)]
+        tables = [[of(x.base, x.scaling, long=long) for long in (False, True)] for x in config.rotary_tables()]
+        used = [table for i in range(config.n_blocks) for table in tables[config.rotary_table_of(i)]]
         found["rope_scaling"] = [[_rounded(x) for x in (*theta.tolist(), factor)] for theta, factor in used]
         found["rotary_width"] = config.rotary_width_of_head
     scale = config.attention_scale
@@ -254,8 +273,19 @@ def _rounded(x: float) -> float:
     return float(np.format_float_positional(x, 5, fractional=False))
 
 
-def _window_notes(config: ModelConfig, read: Mapping[str, Any]) -> list[str]:
-    """llama.cpp has no window for the architecture of Llama."""
-    if read["model_type"] not in ("mistral", "phi3") or config.window is None or config.window >= config.n_context:
-        return []
-    return [f"llama.cpp computes this architecture without a window: texts beyond {config.window:,} tokens differ"]
+def _notes(config: ModelConfig, read: Mapping[str, Any]) -> list[str]:
+    """What llama.cpp computes otherwise for this architecture."""
+    notes = []
+    ignored = read["model_type"] in ("mistral", "phi3", "starcoder2")
+    if ignored and config.window is not None and config.window < config.n_context:
+        notes.append(
+            f"llama.cpp computes this architecture without a window: texts beyond {config.window:,} tokens differ"
+        )
+    if read["model_type"] == "gpt_neox":
+        notes.append("llama.cpp computes GELU by its tanh form in this architecture: logits differ in the third digit")
+    if config.rope_scaling.rope_type == "longrope":
+        n = config.rope_scaling.original_max_position_embeddings
+        notes.append(
+            f"llama.cpp takes the frequencies of long texts if its context (-c) has more than {n:,} tokens, not the text"
+        )
+    return notes

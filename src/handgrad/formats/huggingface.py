@@ -30,6 +30,7 @@ from ..model.storage.weights import Scratch
 from ..text.endings import end_ids
 from ..text.tokenizer import FORMAT
 from .config_json import config_json, read_config
+from .stacked_experts import split_headers, split_tensors, stack_tensors
 
 GENERATION = "generation_config.json"
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
@@ -82,8 +83,9 @@ def read_directory(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     names = config.table.names
     head_name, embed_name = f"{names['head']}.weight", f"{names['embed']}.weight"
     headers = {full_name(name): header for name, header in _headers(folder).items()}
-    _check_tensors(replace(config, tied=head_name not in headers), headers, folder)
-    tensors = {full_name(name): t for name, t in _weights(headers).items()}
+    matrices = split_headers(headers, config.table)
+    _check_tensors(replace(config, tied=head_name not in headers), matrices, folder)
+    tensors = split_tensors({full_name(name): t for name, t in _weights(headers).items()}, config.table)
     head = tensors.get(head_name)  # the file decides, not config.json
     tied = head is None or (config.tied and torch.equal(head, tensors[embed_name]))
     return replace(config, tied=tied), tensors
@@ -115,19 +117,22 @@ def build(
 
 def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path) -> None:
     """Check the tensors' names and shapes before the model is built."""
-    outside, kinds = {}, {}
+    outside: dict[str, tuple[int, ...]] = {}
+    kinds: dict[tuple[bool, bool], dict[str, tuple[int, ...]]] = {}
     first, every = (f"{config.table.names['blocks']}.{i}." for i in (0, "{}"))
-    for dense in {not config.sparse_block(i) for i in range(config.n_blocks)}:  # a block of each kind
-        alone = (0,) if dense and config.n_experts is not None else ()
-        one = GPT(replace(config, n_blocks=1, unrotated=(), windowed=None, dense=alone), device="meta")
+    kind_of = [(not config.sparse_block(i), i in config.conv_blocks) for i in range(config.n_blocks)]
+    for dense, conv in {*kind_of}:  # a block of each kind
+        alone, conv_blocks = (0,) if dense and config.n_experts is not None else (), (0,) if conv else ()
+        of_one = replace(config, n_blocks=1, unrotated=(), windowed=None, dense=alone, conv_blocks=conv_blocks)
+        one = GPT(of_one, device="meta")
         shapes = {name: tuple(p.shape) for name, p in one.named_parameters()}
         outside = {name: shape for name, shape in shapes.items() if not name.startswith(first)}
-        kinds[dense] = {name.removeprefix(first): shapes[name] for name in shapes if name.startswith(first)}
+        kinds[dense, conv] = {name.removeprefix(first): shapes[name] for name in shapes if name.startswith(first)}
 
     def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from outside.items()
         for i in range(config.n_blocks):
-            for name, shape in kinds[not config.sparse_block(i)].items():
+            for name, shape in kinds[kind_of[i]].items():
                 yield every.format(i) + name, shape
 
     names = {name for name, _ in expected()}
@@ -268,6 +273,7 @@ def write_model(
     if dtype is not None:
         as_dtype(dtype, STORED_DTYPES)
     tensors = {name: p.detach().to(dtype or p.dtype).contiguous() for name, p in model.named_parameters()}
+    tensors = stack_tensors(tensors, model.config.table)
     for name, t in tensors.items():
         if dtype == torch.float16 and not torch.isfinite(t).all():
             raise HandgradError(f"{name} has values that float16 cannot represent: choose bfloat16 or float32")

@@ -31,7 +31,6 @@ from .huggingface import load as load_directory
 from .huggingface import load_config
 from .run_folder import RUNS, model_folder, newest_run
 
-FETCHED = ("smollm2",)  # models among the downloads
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt"]
 
 
@@ -61,7 +60,7 @@ def find_model(name: str | None) -> Found:
     1. no name: the newest run in runs/ that has a checkpoint
     2. the name of a preset: the preset, even if a folder has the same name
     3. a folder or a GGUF file: a model directory, an adapter, or a run (its best checkpoint)
-    4. a model that `handgrad get` fetches: smollm2
+    4. a model that `handgrad get` fetches, such as smollm2
     5. a name on the hub, owner/model, which is downloaded
     """
     if name is None:
@@ -77,16 +76,16 @@ def find_model(name: str | None) -> Found:
             name, None, f"{name} is the preset here; for the folder of that name write ./{name}" if both else ""
         )
     path = Path(name).expanduser()
-    if "/" not in name and name not in FETCHED and not path.is_dir() and not is_gguf(path):
+    if "/" not in name and name not in downloads.models() and not path.is_dir() and not is_gguf(path):
         raise HandgradError(
-            f"{name!r} is neither a preset ({', '.join(PRESETS)}), nor a model to fetch ({', '.join(FETCHED)}), nor a"
-            f" directory, nor a .gguf file{_meant(name)}"
+            f"{name!r} is neither a preset ({', '.join(PRESETS)}), nor a model to fetch ({', '.join(downloads.models())}),"
+            f" nor a directory, nor a .gguf file{_meant(name)}"
         )
     return Found(name, locate(name))
 
 
 def _meant(name: str) -> str:
-    near = get_close_matches(name, [*PRESETS, *FETCHED, *_folders()], 1)
+    near = get_close_matches(name, [*PRESETS, *downloads.models(), *_folders()], 1)
     return f". Did you mean {near[0]}?" if near else ""
 
 
@@ -118,8 +117,8 @@ def load(
     precision: str | None = None,
 ) -> GPT:
     """Load a model: a Hugging Face directory (config.json and safetensors, in one file or several), a GGUF file, a PEFT
-    adapter together with its base model, the best checkpoint of a run folder, "smollm2", which is fetched if necessary, or,
-    with huggingface_hub installed, a model on the hub.
+    adapter together with its base model, the best checkpoint of a run folder, a model of `handgrad get`, such as "smollm2",
+    which is fetched if necessary, or, with huggingface_hub installed, a model on the hub.
 
     Weights keep their stored dtype unless another is given; float16 becomes float32, and so does what GGUF packs.
 
@@ -224,7 +223,7 @@ def locate(path: str | Path, download: bool = True) -> Path:
         return model_folder(folder)
     if is_gguf(folder):
         return folder
-    if name in FETCHED:
+    if name in downloads.models():
         return downloads.fetch(name)[0]
     if (
         os.path.lexists(folder)

@@ -35,7 +35,27 @@ _BLOCK = {
     "ffn_up": Layer("mlp.up_proj", ("hidden", "d")),
     "ffn_down": Layer("mlp.down_proj", ("d", "hidden")),
 }
-MATRICES = {layer.name: name for name, layer in _BLOCK.items() if len(layer.sizes) == 2}  # Hugging Face's name: GGUF's
+_LFM2_OUTER = {**_OUTER, "token_embd_norm": Layer("model.embedding_norm", ("d",))}
+del _LFM2_OUTER["output_norm"]
+_LFM2_BLOCK = {
+    **_BLOCK,
+    "attn_norm": Layer("operator_norm", ("d",)),
+    "attn_output": Layer("self_attn.out_proj", ("d", "queries")),
+    "attn_q_norm": Layer("self_attn.q_layernorm", ("head",)),
+    "attn_k_norm": Layer("self_attn.k_layernorm", ("head",)),
+    "shortconv.conv": Layer("conv.conv", ("d", "taps")),
+    "shortconv.in_proj": Layer("conv.in_proj", ("gates", "d")),
+    "shortconv.out_proj": Layer("conv.out_proj", ("d", "d")),
+    "ffn_norm": Layer("ffn_norm", ("d",)),
+    "ffn_gate": Layer("feed_forward.w1", ("hidden", "d")),
+    "ffn_up": Layer("feed_forward.w3", ("hidden", "d")),
+    "ffn_down": Layer("feed_forward.w2", ("d", "hidden")),
+}
+MATRICES = {  # Hugging Face's name: GGUF's
+    layer.name: name
+    for name, layer in [*_BLOCK.items(), *_LFM2_BLOCK.items()]
+    if len(layer.sizes) == 2 and name != "shortconv.conv"
+}
 _QK_NORMS = {
     "attn_q_norm": Layer("self_attn.q_norm", ("head",)),
     "attn_k_norm": Layer("self_attn.k_norm", ("head",)),
@@ -86,10 +106,14 @@ _NEOX_BLOCK = {
     "ffn_down": Layer("mlp.dense_4h_to_h", ("d", "hidden")),
 }
 _SCALES = {
-    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-}  # fmt: skip
-_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", **_CAP}
+_PARALLEL = {name: layer for name, layer in _BLOCK.items() if name != "ffn_norm"}
+_TIED = r"rope_freqs\.weight|output\.weight"
 RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
 
@@ -111,12 +135,20 @@ class Architecture:
     whole_width: bool = False  # llama.cpp opens it only if all heads together are as wide as the model
     model_type: str = ""  # in config.json, if it is not the architecture's name
     windowed: tuple[str, str] | None = None  # class and model_type of the same network with a sliding window
+    pattern: int = (
+        0  # of so many blocks all but the last have the window, unless the file says which; 0: every block has
+    )
+    own_head: bool = False  # llama.cpp opens no file without output.weight
     eps: tuple[str, str] = RMS  # GGUF's key and the field of config.json
     activation: tuple[str, str] = ("hidden_act", "silu")  # field of config.json and its value
     keys: Mapping[str, str] = field(default_factory=dict)  # other keys → fields of config.json
+    needed: tuple[str, ...] = ()  # those that every file has
+    idle: str = ""  # keys that change nothing here; a regular expression
     gain_offset: int = 0  # 1: norms hold 1 + w
     partial: bool = False  # the rotation may leave features out
-    local_base: float = 0.0  # base of the frequencies of blocks with a window; 0: that of all
+    local_base: float | None = (
+        None  # base of blocks with a window if the file has none; 0: that of the others, unscaled
+    )
     wide_from: int = 0  # a model of that many blocks scales scores by the width over the heads; 0: none does
     by_head: str = ""  # the layer of which Hugging Face's files have q, k and v of each head side by side
 
@@ -134,42 +166,57 @@ ARCHITECTURES = {
     "qwen3": Architecture(
         "Qwen3ForCausalLM", _BLOCK | _QK_NORMS, choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES
     ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", _LFM2_BLOCK, _LFM2_OUTER, eps=("attention.layer_norm_rms_epsilon", "norm_eps"), whole_width=True,
+    ),
     "gpt2": Architecture(
         "GPT2LMHeadModel", _GPT2_BLOCK, _GPT2_OUTER, "transformer.h", biases=("output_norm", *_GPT2_BLOCK),
         transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM", _GEMMA, activation=("hidden_activation", "gelu_pytorch_tanh"), keys=_CAPS, gain_offset=1,
-        windowed=("Gemma2ForCausalLM", "gemma2"), wide_from=46,
+        windowed=("Gemma2ForCausalLM", "gemma2"), pattern=2, wide_from=46, unread=_TIED,
     ),
     "gemma3": Architecture(
-        "Gemma3ForCausalLM", _GEMMA | _QK_NORMS, model_type="gemma3_text", keys=_CAPS, gain_offset=1,
-        activation=("hidden_activation", "gelu_pytorch_tanh"), windowed=("Gemma3ForCausalLM", "gemma3_text"),
+        "Gemma3ForCausalLM", _GEMMA | _QK_NORMS, model_type="gemma3_text", keys=_CAP, gain_offset=1,
+        activation=("hidden_activation", "gelu_pytorch_tanh"), windowed=("Gemma3ForCausalLM", "gemma3_text"), pattern=6,
         wide_from=62, local_base=10_000.0,
     ),
-    "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, windowed=("Olmo3ForCausalLM", "olmo3"), whole_width=True),
-    "granite": Architecture("GraniteForCausalLM", _BLOCK, permuted=True, keys=_SCALES, unread=""),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM", _OLMO, windowed=("Olmo3ForCausalLM", "olmo3"), pattern=4, local_base=0.0, whole_width=True,
+        own_head=True,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM", _BLOCK, permuted=True, keys=_SCALES | {"attention.scale": "attention_multiplier"},
+        needed=("logit_scale",), choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}, unread="",
+        idle=r"ssm\.\w+|expert_shared_feed_forward_length",  # of Granite 4, which has blocks of other kinds as well
+    ),
+    "minicpm": Architecture(  # the same network
+        "GraniteForCausalLM", _BLOCK, permuted=True, keys=_SCALES, needed=tuple(_SCALES), model_type="granite",
+        choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}, unread="",
+    ),
     "starcoder2": Architecture(
-        "Starcoder2ForCausalLM", _STARCODER, biases=("output_norm", *_STARCODER),
+        "Starcoder2ForCausalLM", _STARCODER, biases=("output_norm", *_STARCODER), whole_width=True,
         eps=("attention.layer_norm_epsilon", "norm_epsilon"), activation=("hidden_act", "gelu_pytorch_tanh"),
+        windowed=("Starcoder2ForCausalLM", "starcoder2"),
     ),
     "command-r": Architecture(
-        "CohereForCausalLM", {name: layer for name, layer in _BLOCK.items() if name != "ffn_norm"}, model_type="cohere",
-        eps=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"},
+        "CohereForCausalLM", _PARALLEL, model_type="cohere", eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        keys={"logit_scale": "logit_scale"}, needed=("logit_scale",), whole_width=True, unread=_TIED,
     ),
     "cohere2": Architecture(
-        "Cohere2ForCausalLM", {name: layer for name, layer in _BLOCK.items() if name != "ffn_norm"},
-        eps=("attention.layer_norm_epsilon", "layer_norm_eps"), keys={"logit_scale": "logit_scale"},
-        windowed=("Cohere2ForCausalLM", "cohere2"),
+        "Cohere2ForCausalLM", _PARALLEL, eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        keys={"logit_scale": "logit_scale"}, needed=("logit_scale", "attention.sliding_window"),
+        windowed=("Cohere2ForCausalLM", "cohere2"), pattern=4, whole_width=True, unread=_TIED,
     ),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM", _NEOX_BLOCK, _NEOX_OUTER, "gpt_neox.layers", model_type="gpt_neox",
         biases=("output_norm", *_NEOX_BLOCK), eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        activation=("hidden_act", "gelu"), keys={"use_parallel_residual": "use_parallel_residual"}, partial=True,
-        by_head="attn_qkv",
+        activation=("hidden_act", "gelu"), keys={"use_parallel_residual": "use_parallel_residual"},
+        needed=("use_parallel_residual",), partial=True, by_head="attn_qkv", own_head=True,
     ),
     "phi3": Architecture(
-        "Phi3ForCausalLM", _PHI, windowed=("Phi3ForCausalLM", "phi3"), partial=True, unread="",
+        "Phi3ForCausalLM", _PHI, windowed=("Phi3ForCausalLM", "phi3"), partial=True, whole_width=True,
     ),
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ _KEYS = {
     "num_attention_heads": ("attention.head_count",), "n_head": ("attention.head_count",),
     "num_key_value_heads": ("attention.head_count_kv",),
     "head_dim": ("attention.key_length", "attention.value_length", "rope.dimension_count"),
+    "conv_L_cache": ("shortconv.l_cache",),
     "layer_norm_epsilon": ("attention.layer_norm_epsilon",),
     "sliding_window": ("attention.sliding_window",),
 }  # fmt: skip
@@ -38,6 +39,7 @@ _SCALING = {
     "rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length",
     "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "attn_factor",
 }  # fmt: skip
+_TAPS = "shortconv.conv"  # of short convolutions, which llama.cpp reads in float32
 
 
 class Exported(NamedTuple):
@@ -50,7 +52,7 @@ class Exported(NamedTuple):
 
 def architecture_of(model_class: str) -> str:
     """GGUF's name of the architecture that this class of transformers has."""
-    known = {architecture.model_class: name for name, architecture in ARCHITECTURES.items()}
+    known = {ARCHITECTURES[name].model_class: name for name in reversed(ARCHITECTURES)}
     known |= {x.windowed[0]: name for name, x in ARCHITECTURES.items() if x.windowed is not None}
     if model_class not in known:
         raise HandgradError(f"a GGUF file has no known names for {model_class}, only for {', '.join(known)}: {REMEDY}")
@@ -78,8 +80,10 @@ def export(
     shapes: dict[str, Stored] = {}
     for gguf_name, (layer, block, hf_name) in ordered.items():
         w = weights[hf_name]
+        w = w[:, 0] if w.ndim == 3 else w  # taps are (d, 1, L) in Hugging Face's files
         shape = tuple(w.shape)[::-1] if _is_transposed(architecture, layer, w) else tuple(w.shape)
         kind = type_for(layer, block, _blocks(config), shape, wanted, "output.weight" not in ordered)
+        kind = "F32" if layer == _TAPS else kind
         made = partial(_packed, architecture, layer, w, head_width, kind, hf_name)
         tensors[gguf_name] = Planned(kind, shape, made)
         shapes[gguf_name] = Stored("F32", shape, torch.empty(0, dtype=torch.uint8))
@@ -103,7 +107,7 @@ def _read_back(file: GGUFFile, places: Mapping[str, tuple[str, tuple[int, ...]]]
     for gguf_name, place in places.items():
         if read.pop(gguf_name, None) != place:
             raise HandgradError(
-                f"a GGUF file of a {architecture.model_class} has no place for {place[0]} of this shape"
+                f"a GGUF file of a {architecture.model_class} has no place for {place[0]} of this shape: {REMEDY}"
             )
     for hf_name, _ in read.values():
         raise HandgradError(
@@ -117,11 +121,24 @@ def _check_opens(architecture: Architecture, name: str, tensors: Mapping[str, Pl
     unread = [tensor for tensor in tensors if re.fullmatch(architecture.unread, tensor)]
     if unread:
         raise HandgradError(f"llama.cpp opens no file of the architecture {name} with {unread[0]}: {REMEDY}")
-    queries, d = tensors["blk.0.attn_q.weight"].shape if architecture.whole_width else (0, 0)
+    if architecture.own_head and "output.weight" not in tensors:
+        raise HandgradError(
+            f"llama.cpp opens no file of the architecture {name} without output.weight, and this model's head is its"
+            f" token embedding: {REMEDY}"
+        )
+    widths = [
+        x.shape for tensor, x in tensors.items() if tensor.endswith("attn_output.weight") and architecture.whole_width
+    ]
+    d, queries = widths[0] if widths else (0, 0)  # no block of attention has other widths
     if queries != d:
         raise HandgradError(
             f"llama.cpp opens a file of the architecture {name} only if all heads together are as wide as the model,"
             f" and they have {queries} and {d} features: {REMEDY}"
+        )
+    taps = [x.shape[1] for tensor, x in tensors.items() if tensor.endswith(f"{_TAPS}.weight")]
+    if name == "lfm2" and max(taps, default=0) < 2:
+        raise HandgradError(
+            f"llama.cpp opens a file of the architecture lfm2 only with a convolution of two taps or more: {REMEDY}"
         )
 
 
@@ -139,12 +156,16 @@ def _metadata(name: str, architecture: Architecture, config: Mapping[str, Any]) 
     for field, keys in fields.items():
         if config.get(field) is not None:
             found |= {f"{name}.{key}": config[field] for key in keys}
+    if "conv_L_cache" in config:  # blocks with a short convolution have no keys
+        heads = config["num_key_value_heads"]
+        kv = [0 if kind == "conv" else heads for kind in config["layer_types"]]
+        found[f"{name}.attention.head_count_kv"] = kv
     rope, local = _rope(config), (config.get("rope_parameters") or {}).get("sliding_attention")
     if "rope_theta" in rope:
         found[f"{name}.rope.freq_base"] = rope["rope_theta"]
     if "partial_rotary_factor" in rope:
         found[f"{name}.rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
-    if local is not None and local["rope_theta"] != architecture.local_base:
+    if local is not None and architecture.local_base not in (None, 0, local["rope_theta"]):
         found[f"{name}.rope.freq_base_swa"] = local["rope_theta"]
     if rope.get("rope_type", "default") not in ("default", "llama3"):  # that one has a table of frequencies
         for field, key in _SCALING.items():
@@ -154,6 +175,9 @@ def _metadata(name: str, architecture: Architecture, config: Mapping[str, Any]) 
         del found[f"{name}.rope.scaling.type"]
         found.pop(f"{name}.rope.scaling.factor", None)
         found[f"{name}.rope.scaling.attn_factor"] = _longrope_factor(rope)
+    windowed = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
+    if architecture.pattern and windowed != [bool((i + 1) % architecture.pattern) for i in range(len(windowed))]:
+        found[f"{name}.attention.sliding_window_pattern"] = windowed
     reals = ("epsilon", "freq_base", "freq_base_swa", "factor", "beta_fast", "beta_slow", "scale", "softcapping")
     return {key: typed(float(x) if key.endswith(reals) else x) for key, x in found.items()}
 

@@ -19,7 +19,9 @@ from ..checks import check_integer
 from ..errors import HandgradError, shown
 from ..families import FAMILIES
 from .architectures import ARCHITECTURES, Architecture, by_head_order, half_split_order
+from .blocks import OF_WINDOWS, absent_layers, kv_heads_of, window
 from .file import GGUFFile, Stored, can_dequantize, dequantize, open_gguf
+from .metadata import Metadata
 
 # Metadata under the architecture's name that are read, or that change nothing.
 _READ = {
@@ -29,7 +31,8 @@ _READ = {
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
     "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
-    "rope.scaling.finetuned", "tensor_data_layout", "rope.freq_base_swa",
+    "rope.scaling.finetuned", "tensor_data_layout",
+    "shortconv.l_cache",
 }  # fmt: skip
 
 # Those that every file has.
@@ -64,64 +67,35 @@ def describe(file: GGUFFile) -> tuple[Architecture, dict[str, Any], dict[str, in
         )
     architecture = ARCHITECTURES[name]
     _refuse_unknown_metadata(file, name)
-    config, sizes = (_gpt2_config if name == "gpt2" else _config)(_Metadata(file, name), architecture)
+    config, sizes = (_gpt2_config if name == "gpt2" else _config)(Metadata(file, name), architecture)
     return architecture, config, sizes
-
-
-class _Metadata:
-    """The metadata under the architecture's name."""
-
-    def __init__(self, file: GGUFFile, architecture: str):
-        self.file = file
-        self.architecture = architecture
-
-    def has(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self.file.metadata
-
-    def integer(self, key: str, limit: str, default: int | None = None) -> int:
-        """An integer within the limits of the setting `limit`."""
-        name = f"{self.architecture}.{key}"
-        value = self.file.integer(name, default)
-        check_integer(limit, value, f"{self.file.path}: {name}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
-        value = self.file.number(f"{self.architecture}.{key}", default)
-        return value if value > 0 else self.refuse(key, "must be above 0")
-
-    def factor(self, key: str) -> float:
-        """A number above 0; 1 if it is missing or 0, as llama.cpp reads it."""
-        return self.number(key) if self.file.metadata.get(f"{self.architecture}.{key}") else 1.0
-
-    def text(self, key: str, default: str) -> str:
-        return self.file.text(f"{self.architecture}.{key}", default)
-
-    def refuse(self, key: str, why: str) -> Any:
-        name = f"{self.architecture}.{key}"
-        raise HandgradError(f"{self.file.path}: {name} is {shown(self.file.metadata.get(name))}, {why}")
 
 
 def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
     """Raise for metadata that may change the computation. A value of 0, as for the number of experts, changes nothing."""
-    missing = [key for name in _NEEDED if (key := f"{architecture}.{name}") not in file.metadata]
+    table = ARCHITECTURES[architecture]
+    known = {*_READ, *table.keys, *(OF_WINDOWS if table.pattern else ())}
+    missing = [key for name in (*_NEEDED, *table.needed) if (key := f"{architecture}.{name}") not in file.metadata]
     for key, value in file.metadata.items():
         owner, _, name = key.partition(".")
-        if owner == architecture and name not in {*_READ, *ARCHITECTURES[architecture].keys} and value:
+        if owner == architecture and name not in known and value and not re.fullmatch(table.idle, name):
             without = f" has no {missing[0]} in its metadata, and" if missing else ":"
             raise HandgradError(f"{file.path}{without} {key} is {shown(value)}, which is not supported")
+    if needed := [key for key in missing if key.removeprefix(f"{architecture}.") in table.needed]:
+        raise HandgradError(f"{file.path} has no {needed[0]} in its metadata: convert the model again")
     if file.metadata.get(f"{architecture}.attention.causal", True) is not True:
         raise HandgradError(
             f"{file.path}: {architecture}.attention.causal is not true; only causal models are supported"
         )
 
 
-def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
+def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
     """The config.json of every architecture but GPT-2's, and the sizes of its layers."""
     file, name = given.file, given.architecture
     d = given.integer("embedding_length", "d_model")
     heads = given.integer("attention.head_count", "n_heads")
-    kv_heads = given.integer("attention.head_count_kv", "n_heads", heads)
+    blocks = given.integer("block_count", "n_blocks")
+    kv_heads, conv = kv_heads_of(given, heads, blocks)
     d_head = given.integer("attention.key_length", "d_head", d // heads or 1)
     if not given.has("attention.key_length") and d % heads:
         given.refuse("attention.head_count", f"which does not divide the width {d}")
@@ -135,7 +109,6 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     if rotated % 2:
         key = "rope.dimension_count" if architecture.partial else "attention.key_length"
         given.refuse(key, f"and heads have {d_head}; rotation needs an even width")
-    blocks = given.integer("block_count", "n_blocks")
     rope = _rope(given, rotated)
     if architecture.partial:
         rope["partial_rotary_factor"] = rotated / d_head
@@ -154,28 +127,31 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         "rope_parameters": rope,
         **_by_keys(given, architecture),
     }
+    if name == "lfm2":
+        del config["hidden_act"]
+        config |= {
+            "conv_L_cache": given.integer("shortconv.l_cache", "conv_taps"),
+            "layer_types": ["conv" if i in conv else "full_attention" for i in range(blocks)],
+            "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
     for choice, layers in architecture.choices.items():
         config[choice] = any(f"blk.0.{layer}.bias" in file.tensors for layer in layers)
     if name == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
         config |= {"no_rope_layer_interval": 4, "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(blocks)]}
     if architecture.wide_from:
         config["query_pre_attn_scalar"] = d // heads if blocks == architecture.wide_from else d_head
-    if architecture.local_base:
-        local = given.number("rope.freq_base_swa", architecture.local_base)
-        config["rope_parameters"] = {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-    if given.file.metadata.get(f"{name}.attention.sliding_window"):
-        if architecture.windowed is None:
-            given.refuse("attention.sliding_window", "which is not supported")
-        model_class, model_type = architecture.windowed
-        window = given.integer("attention.sliding_window", "n_context")
-        config |= {"architectures": [model_class], "model_type": model_type, "sliding_window": window}
+    if architecture.model_class == "GraniteForCausalLM":
+        config.setdefault("attention_multiplier", d_head**-0.5)
+        if file.metadata.get(f"{name}.rope.scaling.finetuned") is False and name == "granite":
+            given.refuse("rope.scaling.finetuned", "which turns rotation off; only models with rotation are supported")
+    config |= window(given, architecture, blocks, rope)
+    if rope["rope_type"] == "longrope" and "longrope" in FAMILIES[config["model_type"]].rope_types:
+        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     sizes = {
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
         "queries": heads * d_head, "keys": kv_heads * d_head, "qkv": (heads + 2 * kv_heads) * d_head,
-        "gate_up": 2 * config["intermediate_size"], "heads": heads,
+        "gate_up": 2 * config["intermediate_size"], "heads": heads, "gates": 3 * d,
+        "taps": config.get("conv_L_cache", 0),
     }  # fmt: skip
     fields = FAMILIES[config["model_type"]].fields
     if "head_dim" not in fields:
@@ -187,7 +163,7 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     return config, sizes
 
 
-def _by_keys(given: _Metadata, architecture: Architecture) -> dict[str, Any]:
+def _by_keys(given: Metadata, architecture: Architecture) -> dict[str, Any]:
     """The fields of config.json for which the architecture has keys of its own."""
     found: dict[str, Any] = {}
     for key, name in architecture.keys.items():
@@ -197,7 +173,7 @@ def _by_keys(given: _Metadata, architecture: Architecture) -> dict[str, Any]:
     return found
 
 
-def _gpt2_config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
+def _gpt2_config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
     d = given.integer("embedding_length", "d_model")
     config = {
         **_common(given.file, architecture, given.architecture),
@@ -246,7 +222,7 @@ def _vocabulary_size(file: GGUFFile, architecture: str) -> int:
 # ── rotary frequencies ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
+def _rope(given: Metadata, d_head: int) -> dict[str, Any]:
     """Hugging Face's `rope_parameters`."""
     base = given.number("rope.freq_base", 10_000.0)
     kind = given.text("rope.scaling.type", "none")
@@ -266,7 +242,7 @@ def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
     if kind in ("none", "linear"):
         return unscaled if factor == 1 else {"rope_type": "linear", "rope_theta": base, "factor": factor}
     if kind != "yarn":
-        given.refuse("rope.scaling.type", "only none, linear, yarn and longrope are supported")
+        given.refuse("rope.scaling.type", "only none, linear and yarn are supported, and longrope with its tables")
     return {
         "rope_type": "yarn",
         "rope_theta": base,
@@ -277,7 +253,7 @@ def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
     }
 
 
-def _longrope(given: _Metadata, base: float) -> dict[str, Any]:
+def _longrope(given: Metadata, base: float) -> dict[str, Any]:
     tables = {name: given.file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
     if any(table is None for table in tables.values()):
         raise HandgradError(f"{given.file.path} has only one of rope_factors_long.weight and rope_factors_short.weight")
@@ -343,6 +319,8 @@ def _tensors(
             stored = _reordered(stored, by_head_order(shape[0], sizes["heads"]), f"{file.path}: {name}")
         if layer in architecture.transposed and len(shape) == 2:
             stored = _transposed(stored)
+        if name.endswith("shortconv.conv.weight"):  # (d, 1, L) in Hugging Face's files
+            stored = Stored("F32", (shape[0], 1, shape[1]), dequantize(stored).contiguous().view(torch.uint8))
         if architecture.gain_offset and layer.endswith("norm"):
             gain = dequantize(stored) - architecture.gain_offset
             stored = Stored("F32", shape, gain.view(torch.uint8))
@@ -364,7 +342,10 @@ def expected(
     groups = [("", "", architecture.outer)]
     groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(n_blocks)]
     for prefix, hf_prefix, layers_of_group in groups:
+        absent = absent_layers(config, prefix)
         for name, layer in layers_of_group.items():
+            if absent and name.startswith(absent):
+                continue
             if name == "output" and config["tie_word_embeddings"]:
                 continue
             shape = tuple(sizes[size] for size in layer.sizes)

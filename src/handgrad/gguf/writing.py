@@ -36,7 +36,7 @@ def typed(content: Any) -> Value:
     """Metadata in the types that llama.cpp expects: unsigned integers, float32, and arrays of signed integers."""
     if isinstance(content, list):
         first = content[0] if content else ""
-        kinds = {str: STRING, int: INT32, float: FLOAT32}
+        kinds = {str: STRING, int: INT32, float: FLOAT32, bool: BOOL}
         return Value(content, ARRAY, kinds[type(first)])
     if isinstance(content, float):
         return Value(float(np.float32(content)), FLOAT32)  # as the file holds it

@@ -147,7 +147,7 @@ class Chat:
         system = self.conversation[: self.system is not None]
         while True:
             rendered = self.template.render([*system, *messages], add_generation_prompt=True)
-            ids = self.text.tokenizer.encode(rendered)
+            ids = self.text.tokenizer.encode_prompt(rendered)
             if len(ids) <= most:
                 return messages, ids
             if len(messages) < 3:

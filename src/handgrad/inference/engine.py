@@ -29,7 +29,7 @@ from ..model.passes.readout import row_groups
 from ..model.storage import weights as storage
 from ..ops import attention
 from ..ops.linear import FEW_ROWS
-from .kv_cache import Cache, copy
+from .kv_cache import Cache
 from .processors import changes_logits, process
 from .sampling import Sampling, choose
 from .sequences import Event, Finish, Options, Sequence, TokenLogprob, check_prompt, logprobs_of
@@ -195,14 +195,12 @@ class Engine:
         is computed in this pass."""
         best, source = self._source(sequence)
         begun = [x for x in prompts if x.may_give_to(sequence)]
-        soon = max((x.shared_with(sequence, len(x.window)) for x in begun), default=0)
+        soon = max((self._shared(x, sequence, len(x.window)) for x in begun), default=0)
         if soon >= max(best + 1, SHORTEST_SHARED):
             return False
         sequence.joined = True
         if source is not None:
-            self.cache.reserve(sequence.slot, best)
-            copy(source.slot, sequence.slot, best)
-            sequence.slot.length = best
+            self.cache.share(source.slot, sequence.slot, best)
             if sequence.options.prompt_logprobs:
                 sequence.prompt_logprobs = source.prompt_logprobs[:best]
         return True
@@ -211,9 +209,13 @@ class Engine:
         """The sequence in the cache with the longest beginning of this one's prompt, if that is long enough; a running one
         if it has as much as one that is kept."""
         cached = [x for x in [*self.sequences, *self.kept] if x is not sequence and x.may_give_to(sequence)]
-        shared = [x.shared_with(sequence, x.slot.length) for x in cached]
+        shared = [self._shared(x, sequence, x.slot.length) for x in cached]
         best = max(shared, default=0)
         return (best, cached[shared.index(best)]) if best >= SHORTEST_SHARED else (0, None)
+
+    def _shared(self, source: Sequence, other: Sequence, n: int) -> int:
+        """The number of tokens that the other can copy of the first n of a sequence, where the cache can cut them."""
+        return self.cache.shared(source.shared_with(other, n), n)
 
     # ── one pass ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,7 +225,7 @@ class Engine:
         step = self.cache.step([(sequence.slot, count) for sequence, count in work])
         ids = [i for x, count in work for i in x.window[x.slot.length : x.slot.length + count]]
         positions = step.positions
-        rotations = model.rotations(positions, [len(x.window) for x, count in work for _ in range(count)])
+        rotations = model.rotations(positions, [len(x.window) for x, _ in work], counts=[count for _, count in work])
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(
             rotations=rotations, adapters=groups([(x.options.adapter, count) for x, count in work]),

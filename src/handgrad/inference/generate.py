@@ -217,7 +217,7 @@ def _encoded(prompt: Any, text: ModelText | None) -> Any:
     if not isinstance(prompt, str):
         return prompt
     assert text is not None
-    return text.tokenizer.encode(prompt)
+    return text.tokenizer.encode_prompt(prompt)
 
 
 def _stops(stop: object) -> tuple[list[str], set[int]]:

@@ -8,6 +8,7 @@
     step.finish()                       the new tokens count from now on
     cache.free(slot)
 
+Blocks with a short convolution store the last rows of its input instead (`conv_state.py`), in the slot of each sequence.
 Slots of equal capacity (256, 512, 1024 … tokens) are neighbors in one tensor, a pool. A sequence that outgrows its slot
 moves to the next pool. Kernels read keys and values where they are, of single new tokens of all sequences in one call.
 Without kernels torch reads those of neighbors in one call.
@@ -24,93 +25,12 @@ from ..kernels.calls import Scores
 from ..model.gpt import GPT
 from ..ops import attention
 from ..ops.attention import Saved
+from .conv_state import STRIDE, ConvState
+from .slots import Pool, Slot, copy
 
 How = tuple[Scores, Tensor | None]  # how scores are computed, and the heads' sinks
 FIRST_CAPACITY = 256  # tokens of the smallest slots
 WASTED_TOKENS = 64  # without a kernel, sequences attend in one call if each reads at most this many keys in vain
-
-
-class Slot:
-    """The place of one sequence: `row` of a pool, with `length` tokens in it."""
-
-    def __init__(self) -> None:
-        self.pool: Pool | None = None
-        self.row = self.length = 0
-
-    @property
-    def capacity(self) -> int:
-        return 0 if self.pool is None else self.pool.capacity
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether kernels can read its keys and values."""
-        return self.pool is not None and calls.fits(self.pool.k, self.pool.v)
-
-
-class Pool:
-    """Slots of one capacity: k and v (blocks, rows, key heads, capacity, width). The first rows are in use."""
-
-    def __init__(self, like: Tensor, shape: tuple[int, ...], widths: tuple[int, int]):
-        self.like, self.shape, self.widths = like, shape, widths  # shape: blocks, key heads, capacity
-        self.slots: list[Slot] = []
-        self.k, self.v = (self._empty(0, width) for width in widths)
-
-    @property
-    def capacity(self) -> int:
-        return self.shape[2]
-
-    @property
-    def rows(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
-
-    def _empty(self, rows: int, width: int) -> Tensor:
-        blocks, heads, capacity = self.shape
-        return self.like.new_zeros(blocks, rows, heads, capacity, width)  # masked keys are multiplied by 0: no NaN
-
-    def add(self, slot: Slot) -> None:
-        """Give the slot a row."""
-        if len(self.slots) == self.rows:
-            self._resize(max(1, 2 * self.rows))
-        slot.pool, slot.row = self, len(self.slots)
-        self.slots.append(slot)
-
-    def remove(self, slot: Slot) -> None:
-        """Free the slot's row; the last one takes its place."""
-        last = self.slots.pop()
-        self._clear(slot)
-        if last is not slot:
-            copy(last, slot, last.length)
-            self._clear(last)
-            self.slots[slot.row], last.row = last, slot.row
-        slot.pool = None
-        if 4 * len(self.slots) <= self.rows:
-            self._resize(2 * len(self.slots))
-
-    def _clear(self, slot: Slot) -> None:
-        """Torch multiplies masked keys and values by 0: those of a broken sequence, NaN, must go. Kernels skip them."""
-        if not slot.has_kernels:
-            for x in (self.k, self.v):
-                x[:, slot.row, :, : slot.length] = 0
-
-    def _resize(self, rows: int) -> None:
-        length = max((slot.length for slot in self.slots), default=0)
-        used = len(self.slots)
-        for name, width in zip(("k", "v"), self.widths, strict=True):
-            new = self._empty(rows, width)
-            new[:, :used, :, :length] = getattr(self, name)[:, :used, :, :length]
-            setattr(self, name, new)
-
-
-def copy(source: Slot, target: Slot, length: int) -> None:
-    """Copy the keys and values of the first `length` tokens. The slots may be in different pools."""
-    assert source.pool is not None and target.pool is not None
-    for name in ("k", "v"):
-        old, new = getattr(source.pool, name), getattr(target.pool, name)
-        new[:, target.row, :, :length] = old[:, source.row, :, :length]
 
 
 class Cache:
@@ -120,10 +40,13 @@ class Cache:
         self.config = model.config
         self._like = next(model.parameters()).detach()
         self.pools: dict[int, Pool] = {}  # by capacity
+        conv = [i in self.config.conv_blocks for i in range(self.config.n_blocks)]
+        self.places = [conv[:i].count(kind) for i, kind in enumerate(conv)]  # of a block among those of its kind
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in self.pools.values())
+        states = (slot.conv for pool in self.pools.values() for slot in pool.slots)
+        return sum(pool.nbytes for pool in self.pools.values()) + sum(x.nbytes for x in states if x is not None)
 
     def add(self) -> Slot:
         """A place for a new sequence."""
@@ -136,7 +59,7 @@ class Cache:
             pool.remove(slot)
             if not pool.slots:
                 del self.pools[pool.capacity]
-        slot.length = 0
+        slot.length, slot.conv = 0, None
 
     def reserve(self, slot: Slot, length: int) -> None:
         """Make room for this many tokens, those in the slot included."""
@@ -149,17 +72,29 @@ class Cache:
         if slot.pool is not None and slot.pool.capacity >= capacity:
             return
         if capacity not in self.pools:
-            shape = (c.n_blocks, c.kv_heads, capacity)
+            shape = (c.n_blocks - len(c.conv_blocks), c.kv_heads, capacity)
             self.pools[capacity] = Pool(self._like, shape, (c.query_width, c.value_width))
         moved = Slot()
         self.pools[capacity].add(moved)
         if slot.pool is not None:
             copy(slot, moved, slot.length)
-            kept = slot.length
+            kept = slot.length, slot.conv
             self.free(slot)
-            slot.length = kept
+            slot.length, slot.conv = kept
         slot.pool, slot.row = moved.pool, moved.row
         self.pools[capacity].slots[slot.row] = slot
+
+    def shared(self, length: int, of: int) -> int:
+        """How many of the first `length` tokens, `of` those in a slot, another sequence can copy."""
+        return length if length == of or not self.config.conv_blocks else length - length % STRIDE
+
+    def share(self, source: Slot, target: Slot, length: int) -> None:
+        """Copy the first `length` tokens of a slot to a new one."""
+        self.reserve(target, length)
+        copy(source, target, length)
+        target.length = length
+        if source.conv is not None:
+            target.conv = source.conv.cut(length, source.length)
 
     def order(self, slots: Sequence[Slot]) -> list[int]:
         """The order in which `step` should get sequences with one new token each: neighbors attend together."""
@@ -168,16 +103,19 @@ class Cache:
     def step(self, new: Sequence[tuple[Slot, int]]) -> "Step":
         """Prepare a pass with these numbers of new tokens, packed end to end in this order. Sequences with one token in an
         occupied slot come first."""
+        c = self.config
         for slot, count in new:
             self.reserve(slot, slot.length + count)
-        return Step(new, self._like.device)
+            if c.conv_blocks and slot.conv is None:
+                slot.conv = ConvState(self._like, (len(c.conv_blocks), c.conv_taps - 1, c.d_model))
+        return Step(new, self._like.device, self.places)
 
 
 class Step:
     """One pass of new tokens: where their keys and values go, and which keys each of them sees."""
 
-    def __init__(self, new: Sequence[tuple[Slot, int]], device: torch.device):
-        self.new = new
+    def __init__(self, new: Sequence[tuple[Slot, int]], device: torch.device, block_places: Sequence[int]):
+        self.new, self.block_places = new, block_places
         starts = [0]
         for _, count in new:
             starts.append(starts[-1] + count)
@@ -215,16 +153,18 @@ class Step:
 
     def block(self, i: int) -> "BlockCache":
         """The cache of block i, as the block sees it."""
-        return BlockCache(self, i)
+        return BlockCache(self, self.block_places[i])
 
     def finish(self) -> None:
         """Count the new tokens: all blocks have stored them."""
         for slot, count in self.new:
             slot.length += count
+            if slot.conv is not None:
+                slot.conv.finish()
 
 
 class BlockCache:
-    """The cache of block i in one pass."""
+    """The cache of one block in one pass, number i of its kind."""
 
     def __init__(self, step: Step, i: int):
         self.step, self.i = step, i
@@ -237,6 +177,18 @@ class BlockCache:
         else:
             a = torch.cat([part.attend(self.i, q[x], k[x], v[x], how) for part in parts for x in (part.rows,)])
         return Saved(q, k, v, a, a)  # without a backward pass there is no log-sum-exp
+
+    def continued(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """z (n, d) → the rows before each sequence's new ones, and those; the places of the new ones"""
+        found: list[Tensor] = []
+        new: list[Tensor] = []
+        start = end = 0
+        for slot, count in self.step.new:
+            assert slot.conv is not None
+            found.append(slot.conv.extend(self.i, slot.length, z[start : start + count]))
+            start, end = start + count, end + len(found[-1])
+            new.append(torch.arange(end - count, end, device=z.device))
+        return torch.cat(found), torch.cat(new)
 
 
 def _neighbors(new: Sequence[tuple[Slot, int]]) -> bool:

@@ -12,8 +12,8 @@ from ..lora.named import check_named
 from ..model.gpt import GPT
 from ..model.passes.batch import check_ids
 from .grammar import Grammar, Matcher
-from .kv_cache import Slot
 from .sampling import Sampling
+from .slots import Slot
 
 GREEDY = Sampling()
 Finish = Literal["stop", "length", "context", "cancelled", "error"]

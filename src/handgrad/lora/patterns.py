@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from ..model.names import any_block
 from ..sandbox import client as sandbox
 
+CHOOSING = ("gate", "router", "shared_expert_gate")  # routers: a few outputs, in which a low rank saves nothing
+
 
 def matches(pattern: str, name: str) -> bool:
     """Whether the pattern is the name, the end of it after a dot, or a regular expression for either."""
@@ -59,9 +61,9 @@ def split_names(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
-    """The names that a pattern selects; "all-linear" selects every layer but the head."""
+    """The names that a pattern selects; "all-linear" selects every layer but the head and what chooses among experts."""
     if pattern == "all-linear":
-        return [name for name in names if name != "lm_head"]
+        return [name for name in names if name != "lm_head" and name.rpartition(".")[2] not in CHOOSING]
     return [name for name in names if matches(pattern, name)]
 
 

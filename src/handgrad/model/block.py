@@ -3,10 +3,10 @@
     a_1 → a_2 norm → a_3 heads → a_4 projection → a_5 = a_1 + a_4
         → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9
 
-Twice x + branch(norm(x)). In other families the norm comes after the branch (a_4 → a_4_norm), or both are there, or the
-two branches are parallel: a_10 = a_1 + a_4 + a_9, with one norm or two. This file is where the order is defined: `steps`
-lists it, and whatever describes, checks or explains a block reads that list. A block saves about 10·d numbers per token
-(a_1, q, k, v, a_3, a_5, a_7) and recomputes the outputs of norms and activation.
+Twice x + branch(norm(x)). In other families the norm comes after the branch (a_4 → a_4_norm), or both are there, or the two
+branches are parallel: a_10 = a_1 + a_4 + a_9, with one norm or two; or a convolution is in the place of attention. This file
+is where the order is defined: `steps` lists it, and whatever describes, checks or explains a block reads that list. A block
+saves about 10·d numbers per token (a_1, q, k, v, a_3, a_5, a_7) and recomputes the outputs of norms and activation.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from .layers.experts import Experts, feed_forward
 from .layers.mlp import MLP
 from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
+from .layers.short_conv import ShortConv
 from .passes.arguments import Pass
 from .steps import Layer, Step, signal
 
@@ -37,7 +38,7 @@ class SavedBranch(NamedTuple):
 class Branch(NamedTuple):
     """post(layers(a)), or layers(a)"""
 
-    layers: Attention | MLP | Experts
+    layers: Attention | ShortConv | MLP | Experts
     output: str  # of the layers: a_4 or a_9
     post: Norm | None = None
 
@@ -69,7 +70,10 @@ class Branch(NamedTuple):
         after = {} if self.post is None else {number: self.post}
         return [
             *self.layers.steps(reads),
-            *(Step(f"norm_{number}", "norm", (self.output,), (self.added,), {n: norm}) for n, norm in after.items()),
+            *(
+                Step(f"norm_{number}", "norm", (self.output,), (self.added,), {n: norm}, extras=norm.extras)
+                for n, norm in after.items()
+            ),
         ]
 
 
@@ -120,7 +124,10 @@ class Path(NamedTuple):
         reads = self.x if self.norm is None else self.normed
         norm = {} if self.norm is None else {self.number: self.norm}
         return [
-            *(Step(f"norm_{n}", "norm", (self.x,), (self.normed,), {n: layer}) for n, layer in norm.items()),
+            *(
+                Step(f"norm_{n}", "norm", (self.x,), (self.normed,), {n: layer}, extras=layer.extras)
+                for n, layer in norm.items()
+            ),
             *(step for branch in self.branches for step in branch.steps(reads)),
         ]
 
@@ -172,11 +179,12 @@ class Residual(NamedTuple):
 
 
 class Block(Parts):
-    """norm_1, attn, norm_2, mlp, and the norms post_1 and post_2 after the branches, under the family's names."""
+    """norm_1, attn or conv, norm_2, mlp, and the norms post_1 and post_2 after the branches, under the family's names."""
 
     norm_1: Norm = part("norm_1")
     post_1: Norm = part("post_1")
-    attn: Attention = part("attn")
+    attn: Attention = part("attn")  # a block has this or conv
+    conv: ShortConv = part("conv")
     norm_2: Norm = part("norm_2")
     post_2: Norm = part("post_2")
     mlp: MLP | Experts = part("mlp")
@@ -187,9 +195,11 @@ class Block(Parts):
         self.parallel, self.scale = config.parallel, config.residual_scale
         branches: dict[str, Callable[[], Any]] = {
             "attn": partial(Attention, config, i, device),
+            "conv": partial(ShortConv, config, device),
             "mlp": partial(feed_forward, config, i, device),
         }
-        for name in ("norm_1", "attn", "post_1", "norm_2", "mlp", "post_2"):
+        first = "conv" if i in config.conv_blocks else "attn"
+        for name in ("norm_1", first, "post_1", "norm_2", "mlp", "post_2"):
             if name in names:
                 self.add(name, names[name], branches.get(name, partial(norm_of, config, device))())
 
@@ -198,7 +208,7 @@ class Block(Parts):
         norm_1, norm_2, post_1, post_2 = (
             getattr(self, name) if self.has(name) else None for name in ("norm_1", "norm_2", "post_1", "post_2")
         )
-        attention, feed_forward = Branch(self.attn, "a_4", post_1), Branch(self.mlp, "a_9", post_2)
+        attention, feed_forward = Branch(self.mixing, "a_4", post_1), Branch(self.mlp, "a_9", post_2)
         if not self.parallel:
             first = Path("a_1", "a_2", norm_1, "1", (attention,))
             second = Path("a_5", "a_6", norm_2, "5", (feed_forward,))
@@ -229,6 +239,11 @@ class Block(Parts):
     def steps(self) -> list[Step]:
         """What the block computes, in order."""
         return [step for half in self.halves() for step in half.steps()]
+
+    @property
+    def mixing(self) -> Attention | ShortConv:
+        """The branch in which tokens exchange information."""
+        return self.conv if self.has("conv") else self.attn
 
     @property
     def leaves_rows_out(self) -> bool:

@@ -22,6 +22,7 @@ _OPTIONAL = (
 _SWITCHES = (
     "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "norm_bias", "qk_norm",
     "qk_norm_joint", "rotary_neighbors", "parallel", "sinks", "qkv_by_head", "normalized_gates",
+    "conv_bias",
 )  # fmt: skip
 
 
@@ -77,6 +78,9 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
     window: int | None = None  # keys that a query sees, itself included; default: all before it
     windowed: tuple[int, ...] | None = None  # blocks to which `window` applies; default: all
+    conv_blocks: tuple[int, ...] = ()  # blocks with a short convolution in place of attention
+    conv_taps: int = 3  # tokens that it reads, its own included
+    conv_bias: bool = False  # of its taps and its two matrices
     attention_scale: float | None = None  # of q kᵗ; default: 1/√d_ρ
     score_cap: float | None = None  # c: scores s become c tanh(s/c); default: no cap
     sinks: bool = False  # every head has a learned score without a key in its softmax
@@ -127,17 +131,25 @@ class ModelConfig:
                 )
         if self.positions == "rotary":
             self._check_rotary()
+        self._check_conv()
         if self.window is not None and not self.causal:
             raise HandgradError("a window needs a causal model (causal=True)")
         if self.windowed is not None and self.window is None:
             raise HandgradError("windowed lists the blocks with a window: give window as well")
         self._check_experts()
-        for name in ("unrotated", "windowed", "dense"):
+        for name in ("unrotated", "windowed", "dense", "conv_blocks"):
             blocks = getattr(self, name)
             if blocks is None and name == "windowed":
                 continue
             if not isinstance(blocks, tuple) or any(type(i) is not int or not 0 <= i < self.n_blocks for i in blocks):
                 raise HandgradError(f"{name} must be a tuple of blocks from 0 to {self.n_blocks - 1}, not {blocks!r}")
+
+    def _check_conv(self) -> None:
+        check_integer("conv_taps", self.conv_taps)
+        if self.conv_blocks and not self.table.has("conv"):
+            raise HandgradError(f"the family {self.family} has no name for conv: choose another family")
+        if self.conv_blocks and not self.causal:
+            raise HandgradError("a short convolution reads earlier tokens only: it needs a causal model (causal=True)")
 
     def _check_scales(self) -> None:
         for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap"):

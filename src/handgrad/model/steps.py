@@ -14,15 +14,16 @@ from ..errors import HandgradError
 from .layers.linear import Affine
 from .layers.norms import Norm
 from .layers.sinks import Sinks
+from .layers.taps import Taps
 
-Layer = Affine | Norm | Sinks  # the parameters of a step
+Layer = Affine | Norm | Sinks | Taps  # the parameters of a step
 
 
 class Step(NamedTuple):
     """One step of a block. The error signal of an activation has its name with `delta` instead of `a`: see `signal`."""
 
     name: str  # norm_1, attention, projection, skip_5 …
-    kind: str  # norm, attention, linear, activation, gated, add
+    kind: str  # norm, attention, convolution, linear, activation, gated, add
     inputs: tuple[str, ...]  # activations, by their names in a trace, without the block's prefix
     outputs: tuple[str, ...]
     layers: dict[str, Layer] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012

@@ -180,7 +180,7 @@ def _replace_attention(result: Replacement, name: str, module: Any) -> None:
         module.__dict__.update(_handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
         module.__dict__["_handgrad_checked"] = result.checked
         result.replaced[name], result.attention[name] = "attention", module
-        dropout = module.attn_dropout.p if hasattr(module, "attn_dropout") else module.attention_dropout
+        dropout = module.attn_dropout.p if hasattr(module, "attn_dropout") else getattr(module, "attention_dropout", 0)
         if dropout:
             result.left[name] = f"attention dropout {dropout:g}: its heads are torch's in training; set it to 0"
 
@@ -241,6 +241,8 @@ def _is_adapter(module: nn.Module) -> bool:
 
 def _feed_forward(module: nn.Module) -> tuple[type[Part] | None, str]:
     found = parts.Activation(module)
+    if found.act is None:
+        return None, "its activation is no module: its linear layers are replaced one by one"
     if not found.name:
         return None, f"no hand-derived activation {type(found.act).__name__}"
     reason = parts.why_not_layers(module, found.attribute)

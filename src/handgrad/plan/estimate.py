@@ -9,23 +9,33 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import torch
-
 from .. import lora
 from ..checks import MIXED, check_choice, check_stored
 from ..errors import HandgradError, option
 from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
-from ..model.block import Block
 from ..model.config import ModelConfig, preset
 from ..model.precision import why_not_mixed
-from ..model.steps import require_block
+from ..model.steps import require
 from .flop import Work, flop
-from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
+from .memory import (
+    BYTES,
+    cached_per_token,
+    float32_copies,
+    largest_layer,
+    saved,
+    temporary,
+    tokens_per_piece,
+    workspace,
+)
+from .outline import kinds_of_blocks, outline
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
-from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
+from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks, times
 from .update import maps_of, state_bytes, update_flop
+
+# the steps whose products and tensors are counted
+COUNTED = ("norm", "attention", "convolution", "linear", "activation", "gated", "add", "router", "experts", "mixture")
 
 
 @dataclass(frozen=True)
@@ -41,11 +51,13 @@ class Plan:
     recompute: str
 
     # parameters
-    per_block: int
+    per_block: int  # of a block with attention
     embedding: int
     final_norm: int
     logits: int
+    blocks: int  # all of them
     total: int
+    active: int  # that a token uses: k of E experts
     adapters: int
     trainable: int
 
@@ -138,10 +150,12 @@ def make_plan(
             f"packed weights are frozen, and a plan without adapters trains them: give {option('rank')} as well"
         )
 
-    require_block(Block(config, 0, torch.device("meta")).steps(), "the plan")
+    for i in kinds_of_blocks(config):
+        require(outline(config, i).blocks[0].steps(), COUNTED, "the plan")
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
-    total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)
+    total = sum(times(config, p) * p.count for p in sizes)
+    unused = sum(times(config, p) * (p.count - round(p.count * p.used)) for p in sizes)
     n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
     maps = maps_of(config, ranks)
@@ -160,11 +174,13 @@ def make_plan(
 
     return Plan(
         config, batch, tokens, dtype, max(ranks.values(), default=0), short_names(config, ranks), recompute,
-        per_block=of["block"],
+        per_block=of.get("block", 0),
         embedding=of["embedding"],
         final_norm=of["final norm"],
         logits=of.get("logits", 0),
+        blocks=total - of["embedding"] - of["final norm"] - of.get("logits", 0),
         total=total,
+        active=total - unused,
         adapters=n_adapters,
         trainable=trainable,
         forward_flop=forward,
@@ -174,7 +190,7 @@ def make_plan(
         bytes_optimizer=state_bytes(optimizer, of_maps, trainable - of_maps, size),
         bytes_saved=bytes_saved,
         bytes_temporary=max(bytes_temporary, update - bytes_saved),
-        bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
+        bytes_cache_per_token=size * cached_per_token(config),
         rows=tokens if rows is None else rows,
         ranks=ranks,
         kinds=kinds,

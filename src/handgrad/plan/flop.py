@@ -9,7 +9,7 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
 from ..ops.loss import NO_TARGET
-from .outline import LinearLayer, linear_layers
+from .outline import LinearLayer, layers_of_block
 from .parameters import Ranks
 
 Pairs = dict[int | None, int]  # (query, key) pairs of a block by its window; None: no window
@@ -55,10 +55,10 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
     """FLOP of the forward and of the backward pass. Skipped work is not counted: weight gradients of frozen layers, the
     backward pass below the lowest trainable layer, and rows without a target in the last block. What adapters compute
     twice to save memory counts once."""
-    c, last, layers = config, config.n_blocks - 1, linear_layers(config)
-    head = c.table.names["head"]
-    in_block = [layer for name, layer in layers.items() if name != head and layer.part_of is None]
-    adapted = [(layers[without_block(name)], block_of(name), rank) for name, rank in ranks.items()]
+    c, last, head = config, config.n_blocks - 1, config.table.names["head"]
+    layers = [layers_of_block(c, i) for i in range(c.n_blocks)]
+    in_block = [[x for name, x in own.items() if name != head and x.part_of is None] for own in layers]
+    adapted = [(layers[block_of(name) or 0][without_block(name)], block_of(name), rank) for name, rank in ranks.items()]
     lowest = min((i for _, i, _ in adapted if i is not None), default=c.n_blocks) if ranks else 0
     scores = c.n_heads * (c.query_width + c.value_width)  # q kᵗ and ρ v
     signals = c.n_heads * (3 * c.query_width + 2 * c.value_width)  # q kᵗ again, Δ vᵗ, ρᵗ Δ, Δ_raw k and Δ_rawᵗ q
@@ -71,11 +71,13 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         """Multiply-adds of the blocks from `first` on."""
         if first > last:
             return 0
-        inner, final = (sum(rows(layer, i) * layer.products for layer in in_block) for i in (-1, last))
-        pairs = sum(work.pairs[c.window_of(i)] for i in range(first, last)) + work.row_pairs[c.window_of(last)]
-        return (last - first) * inner + final + per_pair * pairs
+        total = 0
+        for i in range(first, last + 1):
+            pairs = 0 if i in c.conv_blocks else (work.pairs if i < last else work.row_pairs)[c.window_of(i)]
+            total += sum(rows(layer, i) * layer.products for layer in in_block[i]) + per_pair * pairs
+        return total
 
-    of_head = work.rows * layers[head].products
+    of_head = work.rows * layers[0][head].products
     branches = [rows(layer, i) * rank * (layer.f_in + layer.f_out) for layer, i, rank in adapted]  # a d, then (a d) u
     forward = blocks(0, scores) + of_head + sum(branches)
     # Δ wᵗ costs as much as a w, and so does aᵗ Δ of a trainable weight. A branch has Δ uᵗ, (Δ uᵗ) dᵗ and two gradients.
@@ -84,7 +86,7 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         backward += blocks(lowest, 0) + of_head
     elif lowest <= last:
         # no layer below the lowest q, k and v needs their error signal
-        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block if layer.reads_a_2)
+        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block[lowest] if layer.reads_a_2)
         unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_a_2)
         backward -= sum(rows(layer, lowest) * rank * layer.f_in for layer, rank in unneeded)
     if recompute == "blocks":

@@ -131,9 +131,12 @@ class _Trial:
         ranks: dict[str, int] = {}
         for name, rank in plan.ranks.items():
             inside = without_block(name)
-            layer = linear_layers(plan.config)[inside].part_of or inside  # the model has one adapter for all parts
+            its = linear_layers(plan.config)[inside]
+            layer = its.part_of or inside  # the model has one adapter for all parts
             ranks[layer] = max(rank, ranks.get(layer, 0))
-        if ranks:
+        if ranks:  # blocks of some kinds may have none of the layers
+            own = {without_block(path) for path in lora.layers_of(self.model)}
+            ranks = {name: rank for name, rank in ranks.items() if name in own} or {"all-linear": max(ranks.values())}
             adapter = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
             lora.apply(self.model, adapter, any_rank=True)
         if ranks and plan.mixed:

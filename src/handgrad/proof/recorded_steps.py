@@ -22,6 +22,7 @@ from .reference import (
     ACTIVATIONS,
     Change,
     block_weights,
+    convolved,
     reference_norm,
     scores,
     turned,
@@ -186,6 +187,8 @@ class RecordedSteps:
                 results = torch.cat([inside.affine(layer, inputs[0], before) for layer in layers], 1)
                 for name, x in zip(outputs, self._split(results, outputs), strict=True):
                     steps.write(name, x)
+            elif step.kind == "convolution":
+                self._convolution(f"blocks.{i}.", inputs, layers[0], steps)
             elif step.kind == "norm":
                 steps.write(outputs[0], reference_norm(inputs[0], weight_and_bias(layers[0]), c.norm, c.eps))
             elif step.kind == "add":
@@ -196,7 +199,7 @@ class RecordedSteps:
                 steps.write(outputs[0], mixed(*inputs))
             else:
                 steps.write(outputs[0], gated(c.g, *inputs) if step.kind == "gated" else ACTIVATIONS[c.g](inputs[0]))
-            if step.kind in ("norm", "gated", "activation"):
+            if step.kind in ("norm", "gated", "activation", "convolution"):
                 again[step.outputs[0]] = steps.values[outputs[0]]
         return steps.part(self.layers.parameters(i, block))
 
@@ -225,6 +228,14 @@ class RecordedSteps:
             found.append(weighted(inside.value(torch.exp(seen - lse.detach()[..., None])), v))
             steps.total = steps.total - (lse.T * shift[rows]).sum()
         steps.write(here + "a_3", torch.cat(found), delta)
+
+    def _convolution(self, here: str, gates: list[Tensor], taps: Any, steps: _Steps) -> None:
+        """B, C, x → z; that → c of every sequence; that and C → a_3"""
+        b_gate, c_gate, x = gates
+        steps.write(here + "a_z", b_gate * x)
+        parts = torch.split(steps.read(here + "a_z"), [*self.reference.lengths])
+        steps.write(here + "a_conv", torch.cat([convolved(z, weight_and_bias(taps)) for z in parts]))
+        steps.write(here + "a_3", c_gate * steps.read(here + "a_conv"))
 
     def _mixture(self, kind: str, layers: Any, given: list[Tensor], inside: Inside) -> Tensor:
         """a_scores → a_gates; a_6 and a_scores → a_experts. What an expert rounds inside is not recorded."""

@@ -19,6 +19,7 @@ from ..model.config import ModelConfig, RotaryTable
 from ..model.layers.experts import Experts
 from ..model.layers.linear import Affine
 from ..model.layers.sinks import Sinks
+from ..model.layers.taps import Taps
 from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
 from ..model.steps import Layer, Step, require, signal
 from ..paper import rotary
@@ -154,6 +155,8 @@ def weight_and_bias(layer: Layer) -> Pair:
     """What multiplies and what is added, as a function of the layer's parameters. DoRA's column norms are constants."""
     if isinstance(layer, Affine):
         return layer.effective_weight(), layer.plain().added_bias()
+    if isinstance(layer, Taps):
+        return layer.weight, layer.bias
     return layer.weight if isinstance(layer, Sinks) else layer.weight + layer.offset, getattr(layer, "bias", None)
 
 
@@ -247,6 +250,18 @@ def _attention(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
     return [weighted(rho, v)]
 
 
+def _convolution(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    b_gate, c_gate, x = given
+    z = at.hook("a_z", b_gate * x)
+    return [c_gate * at.hook("a_conv", convolved(z, at.block[rule.letters[0]]))]
+
+
+def convolved(z: Tensor, pair: Pair) -> Tensor:
+    """z (n, d) → c, by torch's convolution with a group for each feature"""
+    w, b = pair
+    return F.conv1d(F.pad(z.T[None], (w.shape[2] - 1, 0)), w, b, groups=len(w))[0].T
+
+
 def _linear(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
     return [affine(given[0], at.block[letter]) for letter in rule.letters]
 
@@ -266,7 +281,8 @@ def _add(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
 
 # what the reference knows: a rule for each kind of step
 RULES: dict[str, Callable[[Rule, list[Tensor], At], list[Tensor]]] = {
-    "norm": _norm, "attention": _attention, "linear": _linear, "activation": _activation, "gated": _gated, "add": _add,
+    "norm": _norm, "attention": _attention, "convolution": _convolution, "linear": _linear, "activation": _activation,
+    "gated": _gated, "add": _add,
     **MIXTURE_RULES,
 }  # fmt: skip
 

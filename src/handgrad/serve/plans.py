@@ -90,7 +90,7 @@ def render(
 def encode(models: Models, param: str, prompt: str | list[int]) -> list[int]:
     """The ids of a prompt, checked."""
     try:
-        ids = models.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = models.text.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
     except HandgradError as reason:
         raise invalid(param, reason) from None
     if not ids:

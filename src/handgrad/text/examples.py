@@ -271,7 +271,7 @@ def _encode(
     drafts: Iterator[Draft], tokenizer: Tokenizer, report_bad: Callable[[HandgradError], None]
 ) -> Iterator[tuple[Draft, np.ndarray, np.ndarray]]:
     """Yield each draft with its ids and whether each is a target. Pieces are encoded separately: no token spans two."""
-    empty = np.zeros(0, np.int64)
+    empty, known = np.zeros(0, np.int64), tokenizer.begin
     end = empty if tokenizer.end is None else np.array([tokenizer.end])
     for group in corpus.grouped(drafts, lambda drafted: sum(map(len, _texts(drafted)))):
         try:
@@ -284,7 +284,11 @@ def _encode(
             is_target = [
                 np.full(len(ids), is_target) for ids, (_, is_target) in zip(parts, drafted.pieces, strict=True)
             ]
-            yield drafted, np.concatenate([empty, *parts]), np.concatenate([empty.astype(bool), *is_target])
+            if known and drafted.pieces and drafted.pieces[0][0] is None:  # an end of text begins others
+                parts, is_target = parts[1:], is_target[1:]
+            ids = np.concatenate([empty, *parts])
+            begin = np.array([] if ids[: len(known)].tolist() == known else known, np.int64)
+            yield drafted, np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), bool), *is_target])
 
 
 def _texts(drafted: Draft) -> list[str]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,26 @@ class Tokenizer:
         """The token ids of a text, without special tokens around it."""
         return [int(i) for i in self.encode_batch([text])[0]]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text to continue, after what the tokenizer's file puts before every text: Gemma's <bos>."""
+        return self.begun(self.encode(text))
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The ids with those before every text in front, unless they are there, as after a chat template, or empty."""
+        return ids if not ids or ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """The ids that the tokenizer's file puts before every text."""
+        for text in ("a", "0", " "):
+            try:
+                plain, whole = (self.inner.encode(text, add_special_tokens=x).ids for x in (False, True))
+            except Exception:  # it has no token for this character
+                continue
+            n = len(plain)
+            return next((whole[:i] for i in range(len(whole)) if n and whole[i : i + n] == plain), [])
+        return []
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode several texts on all cores. Very long texts are encoded in pieces, cut between tokens where possible."""
         for text in texts:
@@ -167,7 +188,7 @@ class Tokenizer:
         """The ids of a conversation in the model's chat template, ready for the answer. Messages are
         {"role": "user", "content": "…"}, …; a text is one message of the user."""
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.encode(of_files(self.extra_files, self.source).render(given, add_generation_prompt=True))
+        return self.encode_prompt(of_files(self.extra_files, self.source).render(given, add_generation_prompt=True))
 
     @property
     def fingerprint(self) -> str:

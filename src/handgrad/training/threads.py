@@ -6,68 +6,22 @@ a result depend on their number: a run, resumed or not, keeps the number that it
 one or lets the run follow the machine's load.
 """
 
-import contextlib
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from collections.abc import Callable
 from typing import Self
 
 import torch
 
 from ..errors import HandgradError, option
 from ..formatting import plural
+from ..plan.thread_count import candidates, choose, user_has_decided
 from ..plan.timing import Peak
 from .distributed import Ranks
 from .job import Job
 
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a user who sets one has decided
-GAIN = 1.25  # change to a number of threads that is this many times as fast
-HOPELESS = 3.0  # a number that takes this many times as long as the fastest is timed once
-ROUNDS, SECONDS = 5, 0.5  # of a measurement, at most; one round is always completed
 TRIAL_FLOP, TRIAL_TOKENS = 2e10, 32  # a trial step is cut to this many FLOP, but not below this many tokens
 PAUSE, COST = 30.0, 20.0  # a run that follows the load pauses PAUSE seconds, or COST times what measuring took
-
-Use = Callable[[int], None]
-Clock = Callable[[], float]
-
-
-def candidates(most: int) -> list[int]:
-    """Numbers of threads to try: `most`, and halves of it down to 1."""
-    return [most] + [most >> i for i in range(1, most.bit_length())]
-
-
-def choose(
-    run_step: Callable[[], object],
-    candidates: Sequence[int],
-    use: Use = torch.set_num_threads,
-    clock: Clock = time.perf_counter,
-) -> int:
-    """Time `run_step` with each number of threads; return the fastest and set it. The first candidate is preferred: another
-    one must be GAIN times as fast."""
-    chosen = candidates[0]
-    times: dict[int, list[float]] = {n: [] for n in candidates}
-    try:
-        use(min(candidates))
-        run_step()  # warm-up, with the number of threads that other processes slow down least
-        end = clock() + SECONDS
-        for i in range(ROUNDS):
-            fastest = min((min(t) for t in times.values() if t), default=math.inf)
-            for n, took in times.items():
-                if i and (clock() >= end or min(took) > HOPELESS * fastest):
-                    continue  # out of time, or no contender
-                use(n)
-                start = clock()
-                run_step()
-                took.append(clock() - start)
-        seconds = {n: median(took) for n, took in times.items()}
-        best = min(seconds, key=lambda n: seconds[n])
-        if seconds[best] * GAIN <= seconds[chosen]:
-            chosen = best
-    finally:
-        use(chosen)
-    return chosen
 
 
 class Threads:
@@ -85,9 +39,7 @@ class Threads:
         if follow and ranks.size > 1:
             raise HandgradError(f"{option('follow_load', True)} is for a run of one process: leave it out")
         recorded = (job.threads[-1][1] if job.threads else started_with) if ranks.size == 1 else None
-        measured = (
-            ranks.size == 1 and self.most > 1 and not job.ended and (follow or not any(map(os.getenv, VARIABLES)))
-        )
+        measured = ranks.size == 1 and self.most > 1 and not job.ended and (follow or not user_has_decided())
         self.how = ""
         if given is None and measured and (follow or recorded is None):
             self._measure(min(recorded or self.most, self.most), follow)
@@ -165,14 +117,3 @@ def trial_step(job: Job) -> Callable[[], None]:
             job.model.zero_grad()
 
     return run
-
-
-@contextlib.contextmanager
-def using(number: int | None) -> Iterator[None]:
-    """Use this number of threads inside the block; None: leave it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -21,6 +21,7 @@ from ...ops.loss import NO_TARGET
 from ..diagnosis import Part
 from . import heads
 from .batch import AuditBatch
+from .convolutions import convolution_mistakes, convolution_slopes
 from .expect import Expected, expect
 from .mistakes import (
     activation_mistakes,
@@ -88,6 +89,8 @@ class Suspects:
         if step.kind == "attention":
             mistakes, fitted = self._heads(i, lambda found: self._rows(found.a_3), None, a(name))
             return Causes(mistakes=mistakes, fitted=fitted)
+        if step.kind == "convolution":
+            return Causes(mistakes=convolution_mistakes(block.conv, [a(x) for x in step.inputs], self.batch.lengths))
         if step.kind == "add":
             stream, branch = step.inputs
             return Causes(terms={"the residual connection": a(stream), f"the {steps.branch(branch)} branch": a(branch)})
@@ -163,6 +166,12 @@ class Suspects:
             layers = [steps.layer_of(x) for x in step.outputs]
             return Causes(
                 backward_terms(dict(zip(names, zip(layers, signals, strict=True), strict=True))), scales=scales
+            )
+        if "convolution" in readers:
+            gates, delta_3 = [a(x) for x in readers["convolution"].inputs], d(readers["convolution"].outputs[0])
+            which = readers["convolution"].inputs.index(name)
+            return Causes(
+                mistakes=convolution_slopes(block.conv, gates, delta_3, self.batch.lengths)[which], scales=scales
             )
         if "activation" in readers or "gated" in readers:
             (step,) = readers.values()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...lora.layer import LoRA
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine, Linear
 from ...model.layers.mlp import MLP
 from ...model.layers.norms import Norm
@@ -65,7 +66,7 @@ def norm_terms(norm: Norm, a: Tensor, delta: Tensor, branch: str) -> dict[str, T
 
 
 @torch.no_grad()
-def activation_mistakes(mlp: MLP, a: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def activation_mistakes(mlp: MLP | Experts, a: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """What known mistakes would have made of a_8."""
     if not mlp.gated:
         kinds = [g for g in ("gelu", "gelu_tanh", "relu") if g != mlp.g]
@@ -81,7 +82,7 @@ def activation_mistakes(mlp: MLP, a: Callable[[str], Tensor]) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def slope_causes(mlp: MLP, point: str, a: Callable[[str], Tensor], delta_8: Tensor) -> Both:
+def slope_causes(mlp: MLP | Experts, point: str, a: Callable[[str], Tensor], delta_8: Tensor) -> Both:
     """Causes of a wrong Δ_7, Δ_gate or Δ_up, from Δ_8 and what the activation function read."""
     if point == "a_up":
         gate = a("a_gate")

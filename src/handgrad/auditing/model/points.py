@@ -11,9 +11,18 @@ from ...model.gpt import GPT
 from ...model.layers.linear import Affine
 from ...model.steps import Step, require, signal
 
-KINDS = ("norm", "attention", "linear", "activation", "gated", "add")  # of steps whose places and mistakes are known
+KINDS = (
+    "norm",
+    "attention",
+    "convolution",
+    "linear",
+    "activation",
+    "gated",
+    "add",
+)  # of steps whose places and mistakes are known
 WHAT = {
     "norm_1": "the first norm's output", "attention": "the heads' output", "projection": "the attention's output",
+    "convolution": "the gated convolution's output", "out_projection": "the convolution branch's output",
     "skip_5": "the stream after attention", "norm_5": "the second norm's output", "expand": "the expanded features",
     "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_10": "the block's output",
 }  # fmt: skip
@@ -58,9 +67,9 @@ class BlockSteps:
     def branch(self, name: str) -> str:
         """What the branch is that ends in this activation."""
         step = self.makers[name]
-        while step.kind not in ("norm", "attention") and step.inputs[0] in self.makers:
+        while step.kind not in ("norm", "attention", "convolution") and step.inputs[0] in self.makers:
             step = self.makers[step.inputs[0]]
-        return "attention" if step.kind == "attention" else "feed-forward"
+        return step.kind if step.kind in ("attention", "convolution") else "feed-forward"
 
     def layer_of(self, name: str) -> Affine | None:
         """The linear layer that computes an activation; None if none does."""
@@ -92,7 +101,7 @@ def _points_of_block(block: Block, prefix: str, here: str, below: str, above: st
     paths = {id(module): f"{here}.{name}" for name, module in block.named_modules()}
 
     def layers(step: Step) -> list[str]:
-        return [paths.get(id(layer), paths[id(block.attn)]) for layer in step.layers.values()]  # sinks are no module
+        return [paths.get(id(layer), paths[id(block.mixing)]) for layer in step.layers.values()]  # sinks are no module
 
     def branch(step: Step) -> str:  # the module that holds the layers of a step, or of the one before it
         own = step if step.layers else steps.makers[step.inputs[0]]
@@ -134,7 +143,7 @@ def layers_by_signal(model: GPT) -> dict[str, list[str]]:
         for step in steps.steps:
             if step.layers:
                 point = f"blocks.{i}.{steps.joined(step.outputs[0])}"
-                found[point] = [paths.get(id(layer), paths[id(block.attn)]) for layer in step.layers.values()]
+                found[point] = [paths.get(id(layer), paths[id(block.mixing)]) for layer in step.layers.values()]
         if i == 0:
             found[f"blocks.0.{steps.input}"] = [n[x] for x in ("embed", "positions") if x in n]
     return found

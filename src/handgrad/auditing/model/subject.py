@@ -189,6 +189,11 @@ def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], tran
             f"the model has no parameter {layers['embed']}.weight: give names=, a function from its names to those of"
             f" {config.table.architecture}"
         )
+    if config.n_experts is not None:
+        raise HandgradError(
+            "mixtures of experts cannot be audited: transformers holds all experts of a block in two tensors, and their"
+            " gradients are not known part by part; hg.verify proves those of the same weights in handgrad"
+        )
     config = replace(config, tied=head is None or head[1] is embed[1])
     size = sum(p.numel() for _, p in found.values())
     needed, (free, _) = BYTES_PER_PARAMETER * size, available_memory()

@@ -45,7 +45,7 @@ export const headsView = {
           values: () => table(heads),
           columnLabels: ["block", "head", "incoming error", "largest error between two tokens"],
         },
-        heads.blocks.map((row, b) => block(row, b, most, state, actions)),
+        heads.blocks.map((row, b) => (row.length ? block(row, b, most, state, actions) : null)),
         caption(heads.caption),
       ),
     ];

@@ -59,7 +59,7 @@ export const whatIfView = {
           "Removing a part is a large step, so the prediction is often wrong. Choose a part to measure.",
       ),
       result ? (way === "forward" ? forwardResult(result) : backwardResult(result, actions)) : null,
-      parts(effects, pick),
+      parts(effects, state.table.heads, pick),
       weightForm(state, pick, actions),
     ];
   },
@@ -70,14 +70,14 @@ export const whatIfView = {
 const same = (/** @type {any} */ a) => place !== null && JSON.stringify(a) === JSON.stringify(place);
 
 /** Every head, every skip connection and the neurons with the largest effect, each with its predicted change. */
-function parts(effects, pick) {
+function parts(effects, heads, pick) {
   const { edges, python } = effects;
   return h(
     "section.card.parts",
     { "aria-label": "Parts", key: "parts" },
     h("h3", "Predicted change if a head, a skip connection or a neuron were 0"),
     soft("Blue: the number would fall. Red: it would rise. Of each block, the neurons with the largest effect."),
-    grid("Heads", effects.heads[0].map((_, i) => `head ${i + 1}`), effects.heads, pick, {
+    grid("Heads", Array.from({ length: heads }, (_, i) => `head ${i + 1}`), effects.heads, pick, {
       python: python.heads,
       part: (b, head) => [{ kind: "head", block: b, head }, `head ${head + 1} of block ${b + 1}`],
     }),
@@ -108,11 +108,12 @@ const values = (/** @type {any[][]} */ neurons) => neurons.map((row) => row.map(
  * @param {any} about */
 function grid(title, columns, changes, pick, { part, text, python, file, columnLabels }) {
   const most = Math.max(...changes.flat().map(Math.abs), 1e-300);
+  const first = changes.findIndex((row) => row.length); // a block may have no heads
   const cell = (/** @type {number} */ value, /** @type {number} */ b, /** @type {number} */ i) => {
     const [chosen, label] = part(b, i);
     const about = {
       type: "button",
-      tabindex: b || i ? -1 : 0,
+      tabindex: b > first || i ? -1 : 0,
       "aria-pressed": String(same(chosen)),
       "aria-label": `${label}: predicted change ${signed(value)}`,
       "data-part": Object.values(chosen).join(" "),

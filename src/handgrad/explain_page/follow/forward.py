@@ -7,8 +7,9 @@ import torch
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
+from . import mixture
 from .tensors import Cell, Tensors, split
-from .terms import Sum, column, number, one, row
+from .terms import Sum, column, number, one, row, taps
 
 Answer = tuple[str, list[Sum]]  # the formula, and the sums; no sum: a number that is not computed from others
 
@@ -46,6 +47,13 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
         down = layer.named_symbols()["d"]
         assert down is not None
         return "the input times the adapter's d", [Sum((row(t, source, i), number(down[:, j].detach(), f"d_{rest}")))]
+    if last == "a_z":
+        return "B · x", [Sum((one(t, here + "a_B", i, j), one(t, here + "a_x", i, j)))]
+    if last == "a_conv":
+        bias = [Sum((one(t, f"{here}b_conv", 0, j),))] if t.block(here).conv.taps.bias is not None else []
+        return f"the taps · z of the token and those before it{', plus the bias' if bias else ''}", [
+            taps(t, here, here + "a_z", i, j), *bias,
+        ]  # fmt: skip
     if kind in ("w", "b"):
         return "a parameter of the model", []
     return "a statistic of the row" if kind in ("sigma", "rms") else "a token", []
@@ -81,6 +89,11 @@ def _attention(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Ce
     return f"attention weights · values{masked(t, seen)}", [every.only(seen)]
 
 
+def _convolution(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    i, j = cell.row, cell.column
+    return "C · output of the convolution", [Sum((one(t, step.inputs[1], i, j), one(t, step.here + "a_conv", i, j)))]
+
+
 def _linear(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     letters = [letter for _, _, held in step.products() for letter in held]
     letter = letters[step.outputs.index(cell.name)]
@@ -112,8 +125,10 @@ def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -
 
 
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
-    "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "linear": _linear, "add": _add,
+    "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
+    "linear": _linear, "add": _add,
     "activation": _activation, "gated": _gated, "loss": _loss,
+    "router": mixture.router, "experts": mixture.experts, "mixture": mixture.mixture,
 }  # fmt: skip
 
 

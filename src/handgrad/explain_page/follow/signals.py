@@ -8,14 +8,16 @@ from torch import Tensor
 
 from ...model.layers.norms import Norm
 from ...model.layers.sinks import Sinks
+from ...model.layers.taps import Taps
 from ...model.passes.objective import LogitDifference
 from ...model.steps import signal
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
+from . import mixture
 from .forward import Answer, masked
 from .tensors import Cell, Tensors, delta_of, split, wide
-from .terms import Factor, Sum, column, number, one, row
+from .terms import Factor, Sum, column, number, one, row, taps
 
 PASSED = "Δ of the skip connection"  # beside what comes through the branch
 
@@ -28,6 +30,8 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
     if last.startswith("g_"):
         return _adapter_signal(t, here, last.removeprefix("g_"), cell.row, cell.column)
     readers = t.network.readers(f"{here}a_{last.removeprefix('delta_')}")
+    if last in ("delta_z", "delta_conv"):
+        return _inside_convolution(t, here, last, cell.row, cell.column)
     if not readers:
         return _scores(t, cell, here) if last in ("delta_causal", "delta_raw") else _queries(t, cell, here)
     sent = [RULES[step.kind](t, sentence, step, cell) for step in readers]
@@ -66,6 +70,24 @@ def _attention(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Ce
         for h in range(len(x)):
             sums.append(Sum((row(t, name, i, h), _of_head(f"{here}w_{letter}", w, j, h, x.shape[2]))))
     return "Δ of queries, keys and values · rows of their weights", sums
+
+
+def _convolution(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    """Of B, C or x: the error signal of their product times the other factor"""
+    here, b, c, x = step.here, *step.inputs
+    sent, other = {
+        signal(b): (here + "delta_z", x), signal(c): (step.signals[0], here + "a_conv"), signal(x): (here + "delta_z", b),
+    }[cell.name]  # fmt: skip
+    i, j = cell.row, cell.column
+    return f"{symbol(sent)} · {symbol(other)}", [Sum((one(t, sent, i, j), one(t, other, i, j)))]
+
+
+def _inside_convolution(t: Tensors, here: str, last: str, i: int, j: int) -> Answer:
+    if last == "delta_z":
+        return "the taps · Δ_conv of the token and those after it", [
+            taps(t, here, here + "delta_conv", i, j, ahead=True)
+        ]
+    return "Δ₃ · C", [Sum((one(t, here + "delta_3", i, j), one(t, here + "a_C", i, j)))]
 
 
 def _linear(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -117,8 +139,10 @@ def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -
 
 
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
-    "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "linear": _linear, "add": _add,
+    "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
+    "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
+    "router": mixture.sent_by_router, "experts": mixture.sent_by_experts, "mixture": mixture.sent_by_mixture,
 }  # fmt: skip
 
 
@@ -214,6 +238,8 @@ def _gradient(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, symbo
     of = step.layers[number_of_layer]
     if isinstance(of, Norm):
         return _gain(t, step, letter, n, j)
+    if isinstance(of, Taps):
+        return _tap(t, here, letter, i, j)
     if isinstance(of, Sinks):
         return _sink(t, step, of, j)
     layer, source, signals = t.layer(here, n)
@@ -234,6 +260,16 @@ def _gradient(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, symbo
     assert m is not None
     out = layer.forward(t[source].to(t.model.dtype))[:, j] - (0 if b is None else b[j])
     return "Δ · output / magnitude, over the tokens", [Sum((delta, number(out / m[j], "z/c")))]
+
+
+def _tap(t: Tensors, here: str, letter: str, i: int, j: int) -> Answer:
+    """The gradient of tap i, or of the bias, of the convolution"""
+    delta = column(t, here + "delta_conv", j)
+    if letter == "b":
+        return "Δ, summed over the tokens", [Sum((delta,))]
+    n, z = len(delta.values), column(t, here + "a_z", j)
+    before = Factor(z.values[: max(0, n - i)], z.cell)
+    return f"z, {i} tokens before, · Δ_conv, over the tokens", [Sum((before, delta.only(range(min(i, n), n))))]
 
 
 def _gain(t: Tensors, step: NetworkStep, letter: str, n: str, j: int) -> Answer:

@@ -26,6 +26,7 @@ from ...model.layers.attention import Attention
 from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
 from ...model.layers.sinks import Sinks
+from ...model.layers.taps import Taps
 from ...model.passes.arguments import Rotations
 from ...model.steps import signal
 from ...ops import linear, rotary
@@ -175,8 +176,10 @@ class Tensors:
 
     def _parameter(self, here: str, kind: str, letter: str) -> Tensor | None:
         found = self.network.holder(here, letter)
-        if found is not None and isinstance(layer := found[0].layers[found[1]], Norm | Sinks):
-            return layer.named_symbols().get(kind)
+        layer = None if found is None else found[0].layers[found[1]]
+        if isinstance(layer, Norm | Sinks | Taps):
+            p = layer.named_symbols().get(kind)
+            return layer.in_order(p) if isinstance(layer, Taps) and kind == "w" and p is not None else p
         pair = self.pair(here, letter)
         return None if pair is None else pair[0 if kind == "w" else 1]
 

@@ -57,6 +57,14 @@ def one(t: Tensors, name: str, i: int, j: int, head: int | None = None) -> Facto
     return Factor(x[i, j][None].double(), lambda k: Cell(name, i, j, head))
 
 
+def taps(t: Tensors, here: str, name: str, i: int, j: int, ahead: bool = False) -> Sum:
+    """Row k of w_conv times the row k before token i, or k ahead of it, in column j"""
+    w, x = t[f"{here}w_conv"], t[name]
+    rows = list(range(i, len(x)) if ahead else range(i, -1, -1))[: len(w)]
+    weights = Factor(w[: len(rows), j].double(), lambda k: Cell(f"{here}w_conv", k, j))
+    return Sum((weights, Factor(x[rows, j].double(), lambda k: Cell(name, rows[k], j))))
+
+
 def number(values: Tensor | float, symbol: str, cell: Callable[[int], Cell | None] = lambda k: None) -> Factor:
     """Numbers that no tensor holds, with the symbol they are shown by; `cell` is what they were computed from."""
     wide = values.double() if isinstance(values, Tensor) else torch.tensor([values], dtype=torch.float64)

@@ -14,7 +14,9 @@ from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
 from ...model.steps import Layer, require, signal
 
-KINDS = ("norm", "attention", "linear", "add", "activation", "gated")  # of a block's steps
+KINDS = (  # of a block's steps
+    "norm", "attention", "convolution", "linear", "add", "activation", "gated", "router", "experts", "mixture",
+)  # fmt: skip
 FINAL_NORM, HEAD = "10", "11"  # the numbers of their parameters
 
 
@@ -106,6 +108,15 @@ class Network:
             if step.kind in kinds:
                 return step
         raise HandgradError(f"block {block} has no step of kind {' or '.join(kinds)}")
+
+    def attending(self) -> list[int]:
+        """The blocks with attention."""
+        return [b for b, steps in enumerate(self.blocks) if any(step.kind == "attention" for step in steps)]
+
+    def every_attending(self) -> str:
+        """The same as a loop in Python: for b in range(4)"""
+        found, n = self.attending(), len(self.blocks)
+        return f"for b in range({n})" if len(found) == n else f"for b in {found}"
 
     def neurons(self, block: int) -> tuple[NetworkStep, NetworkStep, NetworkStep]:
         """The feed-forward layer around the activation: what computes its inputs, itself, and what reads its output."""

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from ...formatting import subscript
 from ...model.gpt import GPT
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine
+from ...model.layers.taps import Taps
 from ...model.steps import Layer, signal
-from . import end_formulas, formulas
+from . import end_formulas, formulas, mixture_formulas
 from .attention_formulas import attention
+from .conv_formulas import convolution
 from .formulas import About, Branch, Formula, subscripted, written
 from .network import HEAD, Network, NetworkStep, letter_of
 
@@ -69,7 +72,7 @@ def stations_of(model: GPT, network: Network) -> list[Station]:
         found.append(
             Station(
                 **vars(_ABOUT[step.kind](step, network, model)),
-                id=_id(step),
+                id=_id(step, network),
                 kind=step.kind,
                 block=step.block,
                 inputs=step.inputs,
@@ -82,13 +85,15 @@ def stations_of(model: GPT, network: Network) -> list[Station]:
     return found
 
 
-def _id(step: NetworkStep) -> str:
-    """The name of its output. Several outputs stand at the number after that of the input: gate and up at a_7."""
+def _id(step: NetworkStep, network: Network) -> str:
+    """The name of its output. Several outputs stand at the number after that of the input, gate and up at a_7, unless
+    that is another activation: B, C and x, before a_3, stand at the first of them."""
     if step.kind in ("embedding", "loss"):
         return {"embedding": "a_1", "loss": "loss"}[step.kind]
     if len(step.outputs) == 1:
         return step.outputs[0]
-    return f"{step.here}a_{int(letter_of(step.inputs[0])) + 1}"
+    between = f"{step.here}a_{int(letter_of(step.inputs[0])) + 1}"
+    return step.outputs[0] if network.maker(between) else between
 
 
 def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
@@ -103,6 +108,9 @@ def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
 
 TITLES = {"norm_1": "First norm", "norm_5": "Second norm", "last_norm": "Last norm", "head": "Logits"}
 SUMMARIES = {
+    "gates": "Maps each token separately to three vectors: x, what the convolution mixes, and the gates B and C, which"
+    " decide how much of each feature enters it and leaves it. In the backward pass, the errors of the three add up.",
+    "out_projection": "Maps what the convolution has mixed, feature by feature, back into the residual stream.",
     "projection": "Mixes the outputs of all heads, side by side, into one vector of the residual stream's width.",
     "contract": "Maps back to the stream's width: each hidden value adds its row of {w}, scaled by that value.",
     "expand": "Maps each token separately to a wider hidden vector; each hidden value responds to one pattern.",
@@ -135,6 +143,11 @@ def _attention(step: NetworkStep, network: Network, model: GPT) -> About:
     return attention(model.blocks[step.block].attn, model.config, step.inputs[0], step.outputs[0])
 
 
+def _convolution(step: NetworkStep, network: Network, model: GPT) -> About:
+    assert step.block is not None
+    return convolution(model.blocks[step.block].conv, step.inputs, step.outputs[0])
+
+
 def _linear(step: NetworkStep, network: Network, model: GPT) -> About:
     """The layers that read one activation. A layer that holds several matrices has their outputs side by side."""
     branches: list[Branch] = []
@@ -149,11 +162,16 @@ def _linear(step: NetworkStep, network: Network, model: GPT) -> About:
         branches.append(Branch(number, output, delta, layer))
     several = len(step.outputs) > 1
     w = "w" + (subscript(int(number)) if number.isdigit() else f"_{number}")
-    summary = BRANCHES if several else SUMMARIES.get(step.name, MATRIX).format(w=w)
+    summary = BRANCHES if several and step.name != "gates" else SUMMARIES.get(step.name, MATRIX).format(w=w)
     made = formulas.linear(step.inputs[0], branches, _title(step), summary, "L-gate-branches" if several else "")
     if several:
         sources = (*made.sources, ("backward", "paper/gated.py delta_prev"))
-        made = replace(made, forward=(*made.forward, *joined), sources=sources, derived_in=("gated",))
+        made = replace(
+            made,
+            forward=(*made.forward, *joined),
+            sources=sources,
+            derived_in=("short_conv" if step.name == "gates" else "gated",),
+        )
     return _tied(made, model) if number == HEAD and model.config.tied else made
 
 
@@ -186,13 +204,26 @@ def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
     return formulas.gated_activation(g, (gate, up), output)
 
 
+def _mixture(step: NetworkStep, network: Network, model: GPT) -> About:
+    assert step.block is not None
+    layers = model.blocks[step.block].mlp
+    assert isinstance(layers, Experts)
+    if step.kind == "router":
+        return mixture_formulas.router(layers)
+    if step.kind == "experts":
+        return mixture_formulas.experts(layers, step.inputs, step.outputs[0])
+    return mixture_formulas.mixture(step.inputs, step.outputs[0])
+
+
 def _loss(step: NetworkStep, network: Network, model: GPT) -> About:
     return end_formulas.loss()
 
 
 _ABOUT: dict[str, Callable[[NetworkStep, Network, GPT], About]] = {
-    "embedding": _embedding, "norm": _norm, "attention": _attention, "linear": _linear, "add": _add,
+    "embedding": _embedding, "norm": _norm, "attention": _attention, "convolution": _convolution,
+    "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
+    "router": _mixture, "experts": _mixture, "mixture": _mixture,
 }  # fmt: skip
 
 
@@ -228,6 +259,8 @@ def _parameters(layer: Layer, number: str, names: Names, here: str) -> tuple[Par
             views = {part: partial(_part, plain.parts_of, letter, part) for part in parts}
         elif plain is not None and letter == "w" and not plain.in_out:
             views = {number: Tensor.t}
+        elif isinstance(layer, Taps) and letter == "w":
+            views = {number: layer.in_order}
         for part, view in views.items():
             found.append(Parameter(f"{letter}_{part}", names[p], view, f"{here}grad_{letter}_{part}"))
     return tuple(found)

@@ -32,8 +32,8 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int, *
         )
     t, here = sentence.trace, f"blocks.{block}."
     with session.model_at(sentence.version) as model, torch.no_grad():
-        attn = model.blocks[block].attn
         found = _head(model, t, session.network.find(block, "attention"), head)
+        attn = model.blocks[block].attn
     rho, raw, sent, indices = found.rho, found.raw, found.sent, found.indices
     signal, value, query, key = found.signal, *found.branches
     q, k, v = found.vectors
@@ -119,11 +119,11 @@ def all_heads(session: Session, sentence: TracedSentence, *, limit: int = 16) ->
     """Return every head of every block in small: its attention weights, and the error sent back between tokens."""
     t, config = sentence.trace, session.model.config
     rows: list[list[SmallHead]] = []
-    largest = (0.0, 0, 0)
+    largest, attending = (0.0, 0, 0), session.network.attending()
     with session.model_at(sentence.version) as model, torch.no_grad():
         for b in range(config.n_blocks):
             heads: list[SmallHead] = []
-            for h in range(config.n_heads):
+            for h in range(config.n_heads) if b in attending else ():
                 found = _head(model, t, session.network.find(b, "attention"), h)
                 size = found.signal.norm().item()
                 largest = max(largest, (size, b, h))
@@ -134,7 +134,7 @@ def all_heads(session: Session, sentence: TracedSentence, *, limit: int = 16) ->
                 })  # fmt: skip
             rows.append(heads)
     _, b, h = largest
-    every = f"for b in range({config.n_blocks}) for h in range({config.n_heads})"
+    every = f"{session.network.every_attending()} for h in range({config.n_heads})"
     return {
         "blocks": rows,
         "caption": f"The largest error reaches head {h + 1} of block {b + 1}: length {typeset(largest[0])}."

@@ -157,14 +157,16 @@ def _parameter(
 
 
 def depends_on(session: Session, sentence: TracedSentence, station: Station) -> Callable[[int], bool]:
-    """Whether what is explained depends on a row of this station: after the last attention, on the rows whose targets it
-    reads; before, on all rows that these can see."""
+    """Whether what is explained depends on a row of this station: at the end, on the rows whose targets it reads; before
+    each attention, on all rows that these can see, and before each convolution, on the few before them."""
     config, stations = session.model.config, session.stations
     read = set(torch.nonzero(sentence.objective.select(sentence.targets[0], config.n_vocab) >= 0)[:, 0].tolist())
-    last = max(i for i, s in enumerate(stations) if s.kind == "attention")
-    if stations.index(station) >= last:
-        return lambda row: row in read
-    return lambda row: not config.causal or row <= max(read)
+    for after in reversed(stations[stations.index(station) + 1 :]):
+        if after.kind == "attention":
+            read = {*range(max(read) + 1 if config.causal else len(sentence.ids))}
+        elif after.kind == "convolution":
+            read = {row - j for row in read for j in range(min(config.conv_taps, row + 1))}
+    return lambda row: row in read
 
 
 def positions(session: Session, sentence: TracedSentence, *, top: int = 5, bars: int = 6) -> list[LossPosition]:

@@ -107,9 +107,14 @@ def _additions(network: Network, block: int) -> list[NetworkStep]:
     return [step for step in network.blocks[block] if step.kind == "add"]
 
 
+def _all_additions(network: Network) -> list[list[NetworkStep]]:
+    return [_additions(network, b) for b in range(len(network.blocks))]
+
+
 def _past(network: Network, addition: NetworkStep) -> str:
     """What a skip connection passes by."""
-    return "attention" if "attention" in [step.kind for step in network.branch(addition)] else "feed-forward layer"
+    kinds = [step.kind for step in network.branch(addition)]
+    return next((kind for kind in ("attention", "convolution") if kind in kinds), "feed-forward layer")
 
 
 def signal_at(t: Trace, place: Place) -> tuple[Tensor, Tensor]:
@@ -265,21 +270,27 @@ def effects(session: Session, sentence: TracedSentence, *, neurons: int = 5) -> 
         return -(t[a].double() * t[delta].double()).sum(0)
 
     for b in range(config.n_blocks):
-        step, (_, activation, _) = network.find(b, "attention"), network.neurons(b)
+        mixing, (_, activation, _) = network.find(b, "attention", "convolution"), network.neurons(b)
+        attends = mixing.kind == "attention"  # a block with a convolution has no heads
         additions = [(s.inputs[0], s.signals[0]) for s in _additions(network, b)]
-        heads.append(by_column(step.outputs[0], step.signals[0]).view(config.n_heads, -1).sum(1).tolist())
+        change = by_column(mixing.outputs[0], mixing.signals[0]).view(config.n_heads, -1).sum(1) if attends else None
+        heads.append([] if change is None else change.tolist())
         skips.append([by_column(*names).sum().item() for names in additions])
         blame = by_column(activation.outputs[0], activation.signals[0])
         top = torch.topk(blame.abs(), min(neurons, len(blame))).indices.tolist()
         best.append([{"neuron": j, "predicted": blame[j].item()} for j in top])
-    products = [_product(names) for names in [(step.outputs[0], step.signals[0]), *additions]]
+    products = [_product(names) for names in [(mixing.outputs[0], mixing.signals[0]), *additions]]
     every = f"for b in range({config.n_blocks})"
+    past = [{_past(network, step): None for step in steps} for steps in zip(*_all_additions(network), strict=True)]
     neuron = _product((activation.outputs[0], activation.signals[0]))
     return {
         "heads": heads, "skips": skips, "neurons": best,
-        "edges": [{"edge": letter_of(s.outputs[0]), "past": _past(network, s)} for s in _additions(network, b)],
+        "edges": [
+            {"edge": letter_of(s.outputs[0]), "past": " or ".join(which)}
+            for s, which in zip(_additions(network, b), past, strict=True)
+        ],
         "python": {
-            "heads": f"{{b: {products[0]}.sum(0).view({config.n_heads}, -1).sum(1) {every}}}",
+            "heads": f"{{b: {products[0]}.sum(0).view({config.n_heads}, -1).sum(1) {network.every_attending()}}}",
             "skips": f"{{b: [{', '.join(f'{x}.sum()' for x in products[1:])}] {every}}}",
             "neurons": f"{{b: {neuron}.sum(0) {every}}}",
         },

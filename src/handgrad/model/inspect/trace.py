@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..gpt import GPT
 from ..layers.linear import Affine
+from ..layers.taps import Taps
 from ..passes.arguments import Pass, Record
 from ..passes.objective import MEAN_LOSS, Objective
 from ..passes.options import Finished, PassOptions, no_hook
@@ -165,6 +166,8 @@ def gradients(model: GPT, of: Collection[nn.Parameter] | None = None) -> dict[st
             if plain is not None and plain.parts and letter in "wb":
                 for part, its_grad in plain.parts_of(letter, grad).items():
                     named[f"{prefix}grad_{letter}_{part}"] = its_grad
+            elif isinstance(layer, Taps) and letter == "w":
+                named[f"{prefix}grad_w_{number}"] = layer.in_order(grad)
             else:
                 turned = plain is not None and letter == "w" and not plain.in_out
                 named[f"{prefix}grad_{letter}_{number}"] = grad.t() if turned else grad

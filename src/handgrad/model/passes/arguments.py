@@ -84,10 +84,13 @@ class Within(Observer):
 
 
 class BlockCache(Protocol):
-    """The keys and values of one block that generation stores."""
+    """What generation stores of one block: keys and values, or the last rows that a short convolution reads."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> Saved:
         """Append the keys and values of new tokens, and return the heads' output for their queries."""
+
+    def continued(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """New rows of a convolution's input → those with the rows that each sequence has before them, and their places."""
 
 
 class Pass(NamedTuple):

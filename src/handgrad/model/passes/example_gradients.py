@@ -63,7 +63,7 @@ class ExampleGradients(ABC):
 
     @abstractmethod
     def sums(self, p: nn.Parameter, x: Tensor, rows: Segments) -> None:
-        """∂p = Σ_tok x"""
+        """∂p = Σ_tok x, in rows of all its numbers"""
 
     @abstractmethod
     def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor, rows: Segments) -> None:
@@ -116,7 +116,7 @@ class ExampleNorms(ExampleGradients):
         added = per_example.sums(x, rows.lengths)
         self.squares[rows.here] += added.double().square().sum(1).cpu()
         if self.grads:
-            total = added.sum(0).to(p.dtype)
+            total = added.sum(0).to(p.dtype).view_as(p)
             p.grad = total if p.grad is None else p.grad.add_(total)
 
     def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor, rows: Segments) -> None:
@@ -231,7 +231,9 @@ class ExamplesAgainst(ExampleGradients):
         self.inner[rows.here] += found.cpu()
 
     def sums(self, p: nn.Parameter, x: Tensor, rows: Segments) -> None:
-        self.inner[rows.here] += per_example.inner(per_example.sums(x, rows.lengths), self.gradients[p]).cpu()
+        self.inner[rows.here] += per_example.inner(
+            per_example.sums(x, rows.lengths), self.gradients[p].flatten(1)
+        ).cpu()
 
     def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor, rows: Segments) -> None:
         """The uses of a tied matrix add up: ⟨E_i + H_i, Q⟩ has no cross term."""
