@@ -116,7 +116,15 @@ def test_every_architecture_has_a_member(name: str) -> None:
 
 def test_minicpm_is_written_as_granite(tmp_path: Path) -> None:
     plain = {"qkv_bias": False, "out_bias": False, "activation": "silu", "residual_scale": 0.3, "logit_scale": 0.25}
-    sizes = {"n_vocab": 259, "n_context": 64, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_hidden": 20, "n_blocks": 2}
+    sizes = {
+        "n_vocab": 259,
+        "n_context": 64,
+        "d_model": 16,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "d_hidden": 20,
+        "n_blocks": 2,
+    }
     fixed = {**FAMILIES["minicpm"].fixed, **plain, **sizes, "embedding_scale": 12.0}
     model = hg.GPT(hg.ModelConfig(family="minicpm", **fixed), seed=0)
     hg.save(model, tmp_path / "model")

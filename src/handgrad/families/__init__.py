@@ -1,7 +1,7 @@
 """Model families: one table each of the names, fields and fixed choices that Hugging Face's files use.
 
-Import `FAMILIES`, `HEADS`, `Family` and `full_name`. A new family is a new table, listed here. Tables are data: no family has
-code, and this package knows nothing of models, tensors or files.
+Import `FAMILIES`, `HEADS`, `Family` and `full_name`. A new family is a new table, listed here. Tables are data: no family
+has code, and this package knows nothing of models, tensors or files.
 """
 
 from .arcee import ARCEE

@@ -90,7 +90,8 @@ def _layers_of(config: ModelConfig, i: int) -> dict[str, LinearLayer]:
     mlp = block.mlp
     of_experts = {id(x) for x in mlp.experts.modules()} if isinstance(mlp, Experts) else set()
     share = (config.experts_per_token or 1, config.n_experts or 1)
-    inputs = [x for path in block.halves()[0].paths for branch in path.branches for x in branch.layers.projections()]
+    branches = [branch.layers for path in block.halves()[0].paths for branch in path.branches]
+    inputs = [x for branch in branches if not isinstance(branch, Experts) for x in branch.projections()]
     first, *others = mixing = block.mixing.projections()
     every_row = [*others] if _is_single(first) else [*mixing]  # a separate query: only where needed
     if not block.leaves_rows_out:

@@ -46,7 +46,10 @@ def experts(mixture: Experts, inputs: tuple[str, ...], output: str) -> About:
         " gate.",
         forward=(Formula(rf"{y} = [g({a} w_{{gate}}) \circ {a} w_{{up}}] w_{{down}}", "L-moe-fwd"),),
         backward=(Formula(rf"\Delta_y = {delta}", "L-moe-bwd"),),
-        sources=(("forward", "model/layers/experts.py Experts.forward"), ("backward", "model/layers/mlp.py MLP.backward_gated")),
+        sources=(
+            ("forward", "model/layers/experts.py Experts.forward"),
+            ("backward", "model/layers/mlp.py MLP.backward_gated"),
+        ),
         derived_in=("experts",),
     )  # fmt: skip
 
