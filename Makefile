@@ -52,14 +52,14 @@ test: style browser
 
 # What a change breaks first, in about a minute: style, types, the ops, the checks of one layer, every gradient of a small model.
 quick: style types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/ops tests/test_rules.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes 2 tests/ops tests/test_rules.py
 	$(BIN)/handgrad verify --only 'E-ln-*'
 	$(BIN)/handgrad verify --model nano
 
-# One process per core and one more, because many tests wait for processes; one thread each. Idle workers take over tests of others.
+# One process per core and one more, because many tests wait for processes; one thread each.
 run-tests: $(VENV)/.ready-for-tests
 	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))') --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))')
 
 # The explain page is tested in a real browser: Debian's Chromium without windows, which needs half the time of the whole one,
 # if it is or can be installed, or any installed Chromium. BROWSER=0: none.
@@ -81,7 +81,8 @@ browser:
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models and shapes, corrupted files, broken formulas, masks, kills
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: every family in every way, audits of random models and shapes, corrupted files, broken formulas, masks, kills
+	HANDGRAD_FAMILIES=all $(BIN)/python -m pytest tests/families tests/model tests/inference/test_engine.py tests/audit/test_audit.py
 	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	HANDGRAD_SHAPES=200 $(BIN)/python -m pytest tests/model/test_gpt.py -k random_shapes

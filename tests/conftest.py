@@ -25,6 +25,7 @@ from handgrad.kernels import library
 from handgrad.model.config import ACTIVATIONS
 from handgrad.text import tokenizer
 from handgrad.tolerances import TOLERANCE as TOLERANCE
+from processes import Processes, own_data
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
 hurry()
@@ -165,12 +166,14 @@ def fork_server() -> subprocess.Popen[str]:
     return subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
 
-def run_processes(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_processes(
+    n: int, *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command or a script in n processes of one group; much faster to start than torchrun."""
     server = fork_server()
     assert server.stdin is not None and server.stdout is not None
     words = list(map(str, arguments))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = environment or os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "std"
         request = {"processes": n, "arguments": words, "folder": os.getcwd(), "output": str(output)}
@@ -198,14 +201,17 @@ def pytest_unconfigure() -> None:
         fork_server().communicate()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, default=0, help="run the tests in so many processes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the kernels once, before the workers start and before a test chooses another cache. The user's
-    progress in exercises stays unchanged: each process has a temporary data folder."""
+    """Compile the kernels once, before the workers start and before a test chooses another cache."""
     for dtype in library.REAL:
         library.load(dtype)
-    data = tempfile.TemporaryDirectory(prefix="handgrad-data-")
-    config.add_cleanup(data.cleanup)
-    os.environ["HANDGRAD_DATA"] = data.name
+    own_data(config)
+    if n := config.getoption("processes"):
+        config.pluginmanager.register(Processes(n))
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 from bench import optimizers
 
+import handgrad as hg
+from handgrad.model import config
 
-def test_optimizers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_optimizers_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(config.PRESETS, "nano", hg.preset("nano", n_context=32, d_model=16, n_heads=2, n_blocks=1))
     arguments = ["--steps", "2", "--seeds", "2", "--lr", "1e-3,4e-3", "--out", str(tmp_path)]
     assert optimizers.main(arguments) == 0
     found = {path.stem: json.loads(path.read_text())["validation"] for path in tmp_path.glob("*.json")}

@@ -16,12 +16,14 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging
 
-from families.members import LLAMA_LIKE, MORE, NO_TOKEN_IDS, fields_of, linear_layers, window_of
-from handgrad.families import FAMILIES
+from families.members import FAMILIES as EVERY_FAMILY
+from families.members import LLAMA_LIKE, MORE, NO_TOKEN_IDS, ROPE, fields_of, linear_layers, window_of
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+# transformers' models of experts have them side by side: folders of these can be audited, not the models
+FAMILIES = {name: family for name, family in EVERY_FAMILY.items() if "mlp.experts" not in family.names}
 SIZES = {
     "n_vocab": 31, "n_context": 32, "d_model": 16, "d_hidden": 64, "n_blocks": 2, "n_heads": 4, "n_kv_heads": 2, "d_rho": 4,
 }  # fmt: skip
@@ -30,9 +32,12 @@ SIZES = {
 def model_of(family: str, *, seed: int = 0, attention: str = "eager", spread: float = 0.1, **changes: Any) -> Any:
     """A model of two blocks with norms not 1 and biases not 0: errors would be invisible in a new one."""
     others = {"sliding_window": None, "tie_word_embeddings": False} if family in LLAMA_LIKE else {}
-    config = AutoConfig.for_model(
-        family, **fields_of(family, SIZES) | NO_TOKEN_IDS | others | MORE.get(family, {}) | changes
-    )
+    fields = fields_of(family, SIZES) | NO_TOKEN_IDS | others | MORE.get(family, {})
+    if "layer_types" in fields:
+        blocks = changes.get("num_hidden_layers", fields["num_hidden_layers"])
+        fields["layer_types"] = (fields["layer_types"] * blocks)[:blocks]
+        fields |= {"sliding_window": 5} if FAMILIES[family].windows else {}
+    config = AutoConfig.for_model(family, **fields | changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
@@ -165,6 +170,8 @@ def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
     if not table.fixed.get("gated"):
         sizes["activation"] = draw.choice(["gelu_new", "gelu", "relu"])
     shape = fields_of(family, sizes)
+    if family == "gpt_neox" and width < 8:  # a quarter of a head is no pair of features
+        shape["rope_parameters"] = {**ROPE, "partial_rotary_factor": 1.0}
     if table.windows and draw.random() < 0.5:
         shape |= window_of(family)
     attention = draw.choice(["eager", "sdpa"])

@@ -1,5 +1,7 @@
 """The checks of every station: all pass for correct formulas; a broken formula fails at its own station."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from tiny_session import LFM2, LLAMA, QWEN3, SCALED, SCORES, SMOLLM3, TEXT, make_session, make_traced, session_of
@@ -14,9 +16,10 @@ from handgrad.model.passes.arguments import Pass
 from handgrad.ops import activation, attention, embedding, gated, layernorm, linear, lora, loss, rmsnorm, rotary
 
 
-def check_all(session: Session, differences: bool = True, text: str = TEXT) -> CheckResults:
+def check_all(session: Session, differences: bool = True, text: str = TEXT, only: Iterable[str] = ()) -> CheckResults:
+    """Check every station, or those that are named."""
     prover, results = Prover(session), CheckResults()
-    for station in session.stations:
+    for station in (session.by_id[id] for id in only) if only else session.stations:
         prover.check_now(session.sentence(text), results, station, differences)
     return results
 
@@ -110,7 +113,8 @@ def test_a_broken_formula_fails_at_its_station(name: str, monkeypatch: pytest.Mo
     module_, function, wrong, expected = BREAKAGES[name]
     monkeypatch.setattr(module_, function, wrong)
     today = module_ in (rmsnorm, rotary, gated)
-    results = check_all(make_session(**QWEN3) if today else make_session())
+    only = () if "gradient of b" in name else expected
+    results = check_all(make_session(**QWEN3) if today else make_session(), only=only)
     assert expected <= failed_stations(results)
     for id in expected:
         failed = {c["kind"] for c in results.checks[id] if not c["passed"]}

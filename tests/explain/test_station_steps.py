@@ -1,23 +1,17 @@
 """The page reads a block's order from `Block.steps()`: a step of an unknown kind is refused by its name, and a block with
 other steps gets its stations and its sums without a change of the page."""
 
-from typing import Any
-
 import pytest
-import torch
 from tiny_session import LLAMA, TEXT, make_session
-from torch import nn
 
 from handgrad.errors import HandgradError
 from handgrad.explain_page.follow import forward, signals
-from handgrad.explain_page.follow.tensors import Cell, Tensors
+from handgrad.explain_page.session.session import Session
 from handgrad.explain_page.stations import table
 from handgrad.explain_page.stations.network import KINDS, Network
 from handgrad.explain_page.views.attention import attention_head
 from handgrad.explain_page.views.overview import table as table_of
 from handgrad.model.block import Block
-from handgrad.model.inspect.trace import Trace
-from handgrad.model.layers.norms import NORMS
 from handgrad.model.steps import Step
 
 STEPS = Block.steps
@@ -43,81 +37,53 @@ def test_every_rule_knows_every_kind() -> None:
     assert set(forward.RULES) == set(signals.RULES) == set(KINDS) | outside | {"next"}
 
 
-def after_each_branch(block: Block) -> list[Step]:
-    """The block's steps with a norm after each branch."""
-    found = []
-    for step in STEPS(block):
-        if step.kind == "add":
-            stream, branch = step.inputs
-            number = branch.removeprefix("a_")
-            norm = Step(f"norm_after_{number}", "norm", (branch,), (f"{branch}_normed",), {number: block.after[number]})
-            found += [norm, step._replace(inputs=(stream, f"{branch}_normed"))]
-        else:
-            found.append(step)
-    return found
+GEMMA = {
+    **LLAMA, "family": "gemma3_text", "gain_offset": 1.0, "qk_norm": True, "activation": "gelu_tanh", "window": 4,
+    "windowed": (0,), "local_rope_base": 50.0, "embedding_scale": 3.0, "logit_cap": 2.0,
+}  # fmt: skip
+COHERE = {
+    **LLAMA, "family": "cohere", "norm": "layer", "norm_bias": False, "parallel": True, "rotary_neighbors": True,
+    "residual_scale": 0.5, "logit_scale": 0.25,
+}  # fmt: skip
 
 
-def with_norms(trace: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-    """The trace as such a block would record it, as far as the new steps and what is beside them."""
-    made = dict(trace)
-    for b, block in enumerate(model.blocks):
-        here = f"blocks.{b}."
-        for number, stream, output in (("4", "a_1", "5"), ("9", "a_5", "10")):
-            norm = block.after[number]
-            normed, saved = norm.forward(made[f"{here}a_{number}"])
-            made[f"{here}a_{number}_normed"], made[f"{here}a_{output}"] = normed, made[here + stream] + normed
-            made |= {f"{here}{name}_{number}": x for name, x in norm.statistics(saved).items()}
-            delta = made[f"{here}delta_{output}"]
-            made[f"{here}delta_{number}_normed"] = delta
-            a_bar = norm.rebuild_output(saved)[0]
-            made[f"{here}delta_{number}"] = norm.backward(delta, a_bar, saved)
-            made[f"{here}grad_w_{number}"] = (a_bar * delta).sum(0)
-    return made
+def formulas_of(session: Session, id: str) -> list[str]:
+    station = session.by_id[id]
+    return [f.latex for f in (*station.forward, *station.backward)]
 
 
-@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_a_norm_after_each_branch_has_a_station_and_its_cells_can_be_followed(
-    shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = make_session(dtype=torch.float64, **shape)
-    sentence, model = session.sentence(TEXT), session.model
-    config = model.config
-    for block in model.blocks:
-        block.after = nn.ModuleDict({number: NORMS[config.norm](config.d_model, config.eps, None) for number in "49"})
-        for p in block.after.double().parameters():
-            p.data = 1 + 0.1 * torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(Block, "steps", after_each_branch)
-    values = with_norms({name: sentence.trace[name] for name in sentence.trace}, model)
-    trace = Trace(values, sentence.trace.loss, sentence.trace.lengths)
-
-    network = Network(model)
-    stations = {s.id: s for s in table.stations_of(model, network)}
-    station = stations["blocks.1.a_4_normed"]
-    assert station.title == "Norm after 4" and station.kind == "norm"
-    assert station.incoming == ("blocks.1.delta_4_normed",) and station.outgoing == ("blocks.1.delta_4",)
-    assert station.parameters[0].gradient == "blocks.1.grad_w_4"
-    formulas = " ".join(f.latex for f in [*station.forward, *station.backward])
-    assert r"a_{4, \, \mathrm{normed}} = \bar a_{4}" in formulas and r"\Delta_{4} = \frac" in formulas
-    assert stations["blocks.1.a_5"].inputs == ("blocks.1.a_1", "blocks.1.a_4_normed")
-    assert stations["blocks.1.a_5"].outgoing == ("blocks.1.delta_4_normed",)
-    session.network, session.stations = network, list(stations.values())
+def test_norms_after_branches_gains_of_1_plus_w_and_capped_logits() -> None:
+    session = make_session(**GEMMA)
+    norm = session.by_id["blocks.1.a_4_norm"]
+    assert (norm.kind, norm.incoming, norm.outgoing) == ("norm", ("blocks.1.delta_4_norm",), ("blocks.1.delta_4",))
+    assert norm.parameters[0].gradient == "blocks.1.grad_w_4"
+    formulas = formulas_of(session, "blocks.1.a_4_norm")
+    assert r"a_{4, \, \mathrm{norm}} = \bar a_{4} \, \mathrm{diag}(1 + w_{4})" in formulas
+    assert any(x.startswith(r"\Delta_{4} = \frac") for x in formulas)
+    assert formulas_of(session, "blocks.1.a_5")[0] == r"a_{5} = a_{1} + a_{4, \, \mathrm{norm}}"
+    assert formulas_of(session, "a_1")[0] == r"a_1 = 3 \, \mathrm{ohe}(a_0) \, w_{\mathrm{tok}}"
+    loss = " ".join(formulas_of(session, "loss"))
+    assert r"y = 2 \tanh(\frac{a_{12}}{2})" in loss and r"\circ \Delta_y" in loss and r"\mathrm{softmax}(y)" in loss
+    rotations = [" ".join(formulas_of(session, f"blocks.{i}.a_3")) for i in (0, 1)]
+    assert "= 50^" in rotations[0] and "= 10000^" in rotations[1]
     entries = {entry["id"]: entry for entry in table_of(session)["stations"]}
-    assert entries["blocks.1.a_10"]["skips_from"] == "blocks.1.a_5" and entries["blocks.1.a_5"]["skips_from"] is None
-    assert entries["blocks.1.a_4_normed"]["symbol"] == "a₄_normed" and entries["blocks.1.a_9"]["more"] == ["neurons"]
+    assert entries["blocks.1.a_10"]["reads"] == ["blocks.1.a_5", "blocks.1.a_9_norm"]
+    assert entries["blocks.1.a_5"]["reads"] == [None, "blocks.1.a_4_norm"]
+    assert entries["blocks.1.a_4_norm"]["symbol"] == "a₄_norm" and entries["blocks.1.a_9"]["more"] == ["neurons"]
 
-    t = Tensors(model, trace, network)
-    for name in (
-        "a_4_normed",
-        "a_5",
-        "a_bar_4",
-        "a_9_normed",
-        "a_10",
-        "delta_4",
-        "delta_4_normed",
-        "delta_9",
-        "grad_w_4",
-    ):
-        cell = Cell(f"blocks.1.{name}", 0 if "grad" in name else 3, 5)
-        formula, sums = (forward if name.startswith("a_") else signals).rule(t, sentence, cell)
-        assert sums and sum(s.values().sum().item() for s in sums) == pytest.approx(t.value(cell), rel=1e-10), formula
-    assert signals.rule(t, sentence, Cell("blocks.1.delta_4", 3, 5))[0] == "Δ through the norm"
+
+def test_parallel_branches_read_one_norm_and_join_in_one_addition() -> None:
+    session = make_session(**COHERE)
+    assert formulas_of(session, "blocks.1.a_10") == [
+        r"a_{10} = a_{1} + 0.5 \, (a_{4} + a_{9})", r"\Delta_{4} = \Delta_{9} = 0.5 \, \Delta_{10}",
+        r"\Delta_{1} = \Delta_{10} + (\text{through the branches})",
+    ]  # fmt: skip
+    expand = session.by_id["blocks.1.a_7"]
+    assert expand.inputs == ("blocks.1.a_2",) and expand.outgoing == ()
+    other = r"\Delta_{2} = (\text{through the other branch}) + "
+    assert all(any(other in x for x in formulas_of(session, f"blocks.1.{a}")) for a in ("a_3", "a_7"))
+    assert r"\tilde b" not in " ".join(formulas_of(session, "blocks.1.a_2"))
+    assert "features } 2i, 2i + 1" in " ".join(formulas_of(session, "blocks.1.a_3"))
+    entries = {entry["id"]: entry for entry in table_of(session)["stations"]}
+    assert entries["blocks.1.a_10"]["reads"] == [None, "blocks.1.a_4", "blocks.1.a_9"]
+    assert entries["blocks.1.a_7"]["reads"] == ["blocks.1.a_2"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,9 +25,6 @@ logging.disable_progress_bar()
 
 # MiniCPM is code of its authors, not of transformers: test_minicpm.py
 FAMILIES = {name: family for name, family in EVERY_FAMILY.items() if name != "minicpm"}
-# grouped_mm refuses widths that are not multiples of 16 bytes; torch's own attention cannot cap scores
-PLAINLY = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
-IMPLEMENTATION = {"gemma2": {**PLAINLY, "attn_implementation": "eager"}}
 LIMIT = 1e-8  # relative, in float64
 LENGTHS = [7, 1, 12]  # uneven, one of them a single token
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -37,16 +35,6 @@ SIZES = {
     "n_vocab": 29, "n_context": 32, "d_model": 18, "d_hidden": 11, "n_blocks": 2, "n_heads": 9, "n_kv_heads": 3, "d_rho": 4,
     "eps": 1e-3, "n_experts": 5, "experts_per_token": 2, "d_expert": 7, "d_shared": 13,
 }  # fmt: skip
-# what a family needs besides its sizes: fields that transformers has no usable default for
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "dots1": {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-    },
-}
 ODD_HEADS = {"d_model": 15, "n_heads": 3}  # of learned positions: rotary ones turn pairs of features
 # windows by the kind that a family's table names
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -56,12 +44,22 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
 }
 
-WINDOWS["pattern"] = {"sliding_window": 4}
+WINDOWS["pattern"] = WINDOWS["listed blocks"] = {"sliding_window": 4}
 # what a small member of a family needs besides the sizes
 MORE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "gpt_neox": {"hidden_size": 24, "num_attention_heads": 3, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "stablelm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "phi": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "hidden_size": 36},
+    "glm": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "helium": {"head_dim": 2, "num_key_value_heads": 3},  # its projection is as wide as the stream
+    "ministral": {"sliding_window": 500},
     "phi3": {},
+    "dots1": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
     "granitemoehybrid": {
         "mamba_n_heads": 1, "num_local_experts": 0, "position_embedding_type": "rope",
         "layer_types": ["attention", "attention"],
@@ -76,8 +74,18 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "cohere": {"logit_scale": 0.3},
+    "gpt_oss": {"sliding_window": 5},
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
+# of attention, where torch's function can neither cap scores nor have sinks
+IMPLEMENTATION = {"gemma2": "eager", "gpt_oss": "eager"}
+
+
+def implementations(family: str) -> dict[str, str]:
+    """What transformers computes attention and experts with: grouped_mm refuses most small widths."""
+    return {"attn_implementation": IMPLEMENTATION.get(family, "sdpa"), "experts_implementation": "eager"}
+
+
 LOCAL = {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
@@ -130,17 +138,21 @@ def in_file_names(network: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by transformers' names → by the names in its files, where experts are matrices of their own."""
     names, found = FAMILIES[network.config.model_type].names, {}
     for name, x in named.items():
-        parts = re.fullmatch(r"(.*)\.mlp\.(?:experts\.(gate_up_proj|down_proj)|(.*))", name)
+        parts = re.fullmatch(r"(.*)\.mlp\.(?:experts\.((?:gate_up|down)_proj(?:_bias)?)|(.*))", name)
         if "mlp.experts" not in names or parts is None:
             found[name.replace("lm_head.", f"{names['head']}.")] = x
         elif parts[3]:
             found[f"{parts[1]}.{names['mlp']}.{parts[3]}"] = x
         else:
+            bias = "bias" if parts[2].endswith("_bias") else "weight"
             for e, one in enumerate(x):
                 expert = f"{parts[1]}.{names['mlp']}.experts.{e}."
-                kinds = ["expert.contract"] if parts[2] == "down_proj" else ["expert.gate", "expert.expand"]
-                for kind, part in zip(kinds, one.chunk(len(kinds)), strict=True):
-                    found[f"{expert}{names[kind]}.weight"] = part
+                kinds = ["expert.contract"] if parts[2].startswith("down_proj") else ["expert.gate", "expert.expand"]
+                pieces = one.chunk(len(kinds))
+                if FAMILIES[network.config.model_type].stacked_experts:  # gate and up in turn
+                    pieces = [one[..., i :: len(kinds)].t() for i in range(len(kinds))]
+                for kind, part in zip(kinds, pieces, strict=True):
+                    found[f"{expert}{names[kind]}.{bias}"] = part
     return found
 
 
@@ -217,7 +229,7 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "tie_word_embeddings": False, "sliding_window": 4, "rope_parameters": LOCAL_YARN, "hidden_size": 48,
         "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128,
     },
-    "phi3, longrope": {
+    "phi3, longrope, whole heads": {
         "rope_parameters": LONGROPE, "max_position_embeddings": 512, "original_max_position_embeddings": 256,
         "hidden_size": 36,
     },
@@ -226,6 +238,26 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
     "smollm3, biases, unrotated": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
     "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
+    "llama, dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0}},
+    "gpt_neox, sequential": {"use_parallel_residual": False},
+    "phi3, longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 4.0, 7.0], "factor": 4.0, "original_max_position_embeddings": 8,
+        },
+        "hidden_size": 72, "head_dim": 8, "original_max_position_embeddings": 8,
+    },
+    "gemma3_text, linear": {
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**ROPE, "rope_theta": 30.0}},
+    },
+    "olmo3, yarn": {
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 1e4}},
+        "hidden_size": 144, "max_position_embeddings": 128,
+    },
+    "granite, llama3": {"rope_parameters": LLAMA3, "hidden_size": 144, "max_position_embeddings": 128},
+    "cohere2, default pattern": {"layer_types": None, "num_hidden_layers": 5},
+    "ernie4_5, biases": {"use_bias": True},
+    "stablelm, biases": {"use_qkv_bias": True},
     "mixtral, every expert": {"num_experts_per_tok": 5},
     "mixtral, one expert": {"num_experts_per_tok": 1, "tie_word_embeddings": True},
     "mixtral, many experts": {"num_local_experts": 40},
@@ -234,6 +266,8 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
     },
     "qwen3_moe, normalized, some blocks dense": {"norm_topk_prob": True, **PART_DENSE},
+    "gpt_oss, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
+    "gpt_oss, without biases of attention": {"attention_bias": False},
     "dots1, groups": {
         "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5,
     },
@@ -248,7 +282,22 @@ def family_of(name: str) -> str:
 PLAIN = {
     family: next(n for n in MEMBERS if family_of(n) == family and n.split()[1] in ("3", "tied")) for family in FAMILIES
 }
-TYPICAL = [f"{name}, window" if family.windows else PLAIN[name] for name, family in FAMILIES.items()]
+# One family of every mechanism: plain, fused matrices, norms of q and k, unrotated blocks, two norms of a branch and a local
+# rotation, caps, norms after the branches, parallel branches with one norm and with two, scales, LayerNorm with a plain
+# feed-forward part, experts shared behind a gate, experts chosen by groups beside a dense block. make long: all families.
+MECHANISMS = (
+    "gpt2", "llama", "phi3", "qwen3", "smollm3", "gemma3_text", "gemma2", "olmo2", "cohere", "gpt_neox", "granite",
+    "starcoder2", "qwen2_moe", "dots1",
+)  # fmt: skip
+ALL = os.environ.get("HANDGRAD_FAMILIES") == "all"
+# one of each family; of each mechanism; and whatever differs from them in more than how many queries share a key
+EACH = [f"{name}, window" if family.windows else PLAIN[name] for name, family in FAMILIES.items()]
+TYPICAL = [name for name in EACH if ALL or family_of(name) in MECHANISMS]
+DISTINCT = [
+    name for name in MEMBERS
+    if ALL or name in EACH or name.startswith("llama,") or not name.endswith((" to a key", ", biases", ", window"))
+    or (name.endswith("biases") and family_of(name) in MECHANISMS)
+]  # fmt: skip
 
 
 def transformers_model(name: str, **changes: Any) -> Any:
@@ -258,10 +307,10 @@ def transformers_model(name: str, **changes: Any) -> Any:
     rope = LOCAL if FAMILIES[family].local_rope else ROPE
     window = 4 if FAMILIES[family].local_rope else None
     others: dict[str, Any] = {"sliding_window": window, "rope_parameters": rope} if family in LLAMA_LIKE else {}
-    own = OF_FAMILY.get(family, {}) | others | NO_TOKEN_IDS | MORE.get(family, {})
+    own = others | NO_TOKEN_IDS | MORE.get(family, {})
     fields = fields_of(family, sizes) | own | MEMBERS[name] | changes
     config = AutoConfig.for_model(family, **copy.deepcopy(fields))
-    network = AutoModelForCausalLM.from_config(config, **IMPLEMENTATION.get(family, PLAINLY)).eval()
+    network = AutoModelForCausalLM.from_config(config, **implementations(family)).eval()
     randomize(network)
     return in_float64(network)
 
@@ -318,8 +367,8 @@ def in_float64(network: Any) -> Any:
 
 def from_folder(folder: Path) -> Any:
     """A saved model as transformers opens it, in float64."""
-    plainly = IMPLEMENTATION.get(AutoConfig.from_pretrained(folder).model_type, PLAINLY)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plainly)
+    family = AutoConfig.from_pretrained(folder).model_type
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **implementations(family))
     return in_float64(network.eval())
 
 

@@ -70,9 +70,16 @@ def test_greedy_generation(name: str, tmp_path: Path) -> None:
 
 
 ONE_BLOCK = {
-    "gpt2": {"n_layer": 1}, "lfm2": {"num_hidden_layers": 2},
-    "qwen2": {"max_window_layers": 0}, "smollm3": {"no_rope_layers": [0]},
-}  # fmt: skip
+    "gpt2": {"n_layer": 1},
+    "lfm2": {"num_hidden_layers": 2},
+    "gpt_bigcode": {"n_layer": 1},
+    "cohere2": {"layer_types": ["sliding_attention"]},
+    "gemma3_text": {"layer_types": ["sliding_attention"]},
+    "olmo3": {"layer_types": ["full_attention"]},
+    "granitemoehybrid": {"layer_types": ["attention"]},
+    "qwen2": {"max_window_layers": 0},
+    "smollm3": {"no_rope_layers": [0]},
+}
 
 
 @pytest.mark.parametrize("name", TYPICAL)

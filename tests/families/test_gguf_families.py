@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from members import MEMBERS, SIZES, family_of, transformers_model
+from members import DISTINCT, MEMBERS, PLAIN, SIZES, family_of, transformers_model
 
 import handgrad as hg
 from handgrad.errors import HandgradError
@@ -46,6 +46,11 @@ REFUSED = {
     "lfm2, no convolution": "two taps or more",
     "lfm2, llama3": "rope_freqs.weight",
 }
+# with untied and with tied tables: some architectures have no name for a head
+WRITTEN = [
+    name for name in MEMBERS
+    if name in DISTINCT or name in PLAIN.values() or name.endswith(", 1 queries to a key")
+]  # fmt: skip
 CLASSES = {"GraniteMoeHybridForCausalLM"}
 for architecture in ARCHITECTURES.values():
     CLASSES |= {architecture.model_class, *(architecture.windowed or ())[:1]}
@@ -65,7 +70,7 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_every_member_comes_back_or_is_refused(name: str, tmp_path: Path) -> None:
     folder, out = saved(name, tmp_path / "model"), tmp_path / "out.gguf"
     reason = REFUSED.get(name)
@@ -105,13 +110,21 @@ def test_heads_wider_than_the_model_are_refused_where_llama_cpp_does(tmp_path: P
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_a_member(name: str) -> None:
     families = [f.name for f in FAMILIES.values() if f.architecture == ARCHITECTURES[name].model_class]
-    written = [member for member in MEMBERS if family_of(member) in families and member not in REFUSED]
+    written = [member for member in WRITTEN if family_of(member) in families and member not in REFUSED]
     assert written, f"no member in tests/families/members.py shows that files of the architecture {name} are written"
 
 
 def test_minicpm_is_written_as_granite(tmp_path: Path) -> None:
     plain = {"qkv_bias": False, "out_bias": False, "activation": "silu", "residual_scale": 0.3, "logit_scale": 0.25}
-    sizes = {"n_vocab": 259, "n_context": 64, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_hidden": 20, "n_blocks": 2}
+    sizes = {
+        "n_vocab": 259,
+        "n_context": 64,
+        "d_model": 16,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "d_hidden": 20,
+        "n_blocks": 2,
+    }
     fixed = {**FAMILIES["minicpm"].fixed, **plain, **sizes, "embedding_scale": 12.0}
     model = hg.GPT(hg.ModelConfig(family="minicpm", **fixed), seed=0)
     hg.save(model, tmp_path / "model")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from members import LENGTHS, MEMBERS, TYPICAL, batch, transformers_model
+from members import DISTINCT, LENGTHS, TYPICAL, batch, transformers_model
 
 import handgrad as hg
 from handgrad.model.precision import why_not_mixed
@@ -19,6 +19,13 @@ def gradients(model: hg.GPT, **options: Any) -> dict[str, torch.Tensor]:
     tokens, targets = batch()
     model.loss_and_grads(tokens, targets, LENGTHS, **options)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def routes(model: hg.GPT) -> list[list[list[int]]]:
+    """The experts of every token, in each block that has some."""
+    tokens, targets = batch()
+    trace = hg.trace(model, tokens, targets, LENGTHS)
+    return [trace[x].sort()[0].tolist() for x in trace if x.endswith(".chosen")]
 
 
 def cosine(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -37,12 +44,15 @@ def load(name: str, folder: Path) -> hg.GPT:
     return model
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_step_is_that_of_float32_up_to_rounding(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path / "m")
     exact = gradients(model)
+    routed = routes(model)
     model.precision = "mixed"
     found = gradients(model)
+    if routes(model) != routed:
+        pytest.skip("rounding has moved a token to another expert: the gradient is that of another choice")
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values())
     assert any(not torch.equal(found[x], exact[x]) for x in exact)
     assert cosine(found, exact) > 0.999

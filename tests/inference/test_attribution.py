@@ -228,3 +228,17 @@ def test_removed_tokens_are_measured(against: int | None) -> None:
 def test_bad_options(options: Any, message: str) -> None:
     with pytest.raises(hg.HandgradError, match=message):
         hg.attribute(make_model(), [1, 5, 2, 3], **options)
+
+
+def test_scaled_embeddings_are_those_of_a_scaled_table() -> None:
+    shape = {"n_vocab": 29, "n_heads": 3, "n_kv_heads": 3, "d_model": 12, "n_blocks": 1, "d_hidden": 8, "tied": False}
+    found = []
+    for scale in (1.0, 3.0):
+        model = hg.GPT(hg.preset("nano-llama", **shape, embedding_scale=scale), dtype="float64", seed=3)
+        perturb(model, scale=0.3)
+        with torch.no_grad():
+            model.embed.weight *= 3 / scale
+        found.append(hg.attribute(model, IDS, steps=4))
+    for name in ("scores", "integrated", "gradient"):
+        one, other = (getattr(x, name) for x in found)
+        assert relative_error(one, other) <= LIMIT

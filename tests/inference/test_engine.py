@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from handgrad.inference.engine import Engine, Options, Sampling, Sequence
 from handgrad.kernels import library
 from handgrad.lora.named import load_named, weights_of
 from handgrad.model.gpt import GPT
+from handgrad.ops.rope_scaling import Scaling
 from handgrad.plan.estimate import make_plan
 from handgrad.proof.oracles import count_multiply_adds
 
@@ -299,3 +301,38 @@ def test_factors_of_a_named_adapter_count_as_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         weights_of(model)[-1].mul_(2)
     assert engine.weights.changed()
+
+
+@pytest.mark.parametrize("context_full", ["stop", "slide"])
+def test_frequencies_that_change_with_the_length(context_full: Literal["stop", "slide"]) -> None:
+    """A longrope model on both sides of its original context, and while it goes beyond: keys in the cache, and beginnings of
+    other sequences, are those of a complete pass."""
+    factors = {"short_factor": (1.0, 1.5, 2.0, 2.5), "long_factor": (3.0, 9.0, 20.0, 40.0)}
+    scaling = Scaling("longrope", 4.0, original_max_position_embeddings=30, **factors)
+    shape = {
+        "n_vocab": 29,
+        "n_context": 40,
+        "d_model": 24,
+        "n_heads": 3,
+        "n_kv_heads": 3,
+        "n_blocks": 2,
+        "d_hidden": 20,
+    }
+    model = hg.GPT(hg.preset("nano-llama", **shape, family="phi3", rope_scaling=scaling), dtype="float64")
+    perturb(model, scale=0.5)
+    first = prompts_of(29, [33])[0]
+    found = []
+    for engine in (Engine(model, keep=4), Engine(model, keep=4, tokens_at_once=7), Engine(model, cache=False)):
+        options = Options(24, logprobs=2, context_full=context_full)
+        sequences = [engine.add(first[:n], options) for n in (27, 33, 5)]
+        for _ in range(12):
+            engine.step()
+        sequences += [engine.add(first[:n], options) for n in (26, 31)]  # begin as others do, on either side
+        run(engine)
+        sequences.append(engine.add(sequences[0].ids[:29], options))
+        run(engine)
+        found.append(sequences)
+    for cached in found[:-1]:
+        for ours, complete in zip(cached, found[-1], strict=True):
+            assert ours.new == complete.new
+            assert [x.logprob for x in ours.logprobs] == pytest.approx([x.logprob for x in complete.logprobs], rel=1e-9)

@@ -29,8 +29,11 @@ def make(family: str, dtype: torch.dtype = torch.float64) -> tuple[hg.GPT, Tenso
     shape = {"n_vocab": 11, "n_context": 16, "d_model": 16, "n_heads": 4, "n_blocks": 2}
     name = "nano" if family == "gpt2" else "nano-llama"
     more = {} if family == "gpt2" else {"family": family, "n_kv_heads": 2, "d_hidden": 20}
-    more |= {"qk_norm": True} if FAMILIES[family].has("attn.q_norm") else {}
     more |= {"conv_blocks": (1,), "conv_bias": True} if FAMILIES[family].has("conv") else {}
+    if FAMILIES[family].has("mlp.experts"):
+        more |= FAMILIES[family].fixed | {"n_experts": 4, "experts_per_token": 2, "d_expert": 7}
+        more |= {"d_shared": 9} if FAMILIES[family].has("mlp.shared") else {}
+    more |= {"qk_norm": True} if FAMILIES[family].has("attn.q_norm") else {}
     model = hg.GPT(hg.preset(name, **shape, **more), seed=0, dtype=dtype)
     perturb(model)
     return model, *make_batch(model, LENGTHS)
@@ -86,7 +89,7 @@ def test_an_observer_that_returns_what_it_gets_changes_no_bit(family: str, dtype
     def compute(**options: Any) -> tuple[float, dict[str, Tensor]]:
         model.zero_grad()
         value = model.loss_and_grads(tokens, targets, LENGTHS, **options)
-        return value, {name: p.grad.clone() for name, p in model.named_parameters()}
+        return value, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
     for options in ({}, {"tokens_at_once": 5}, {"recompute": "blocks"}):
         value, grads = compute(**options)
@@ -128,7 +131,7 @@ def test_edits_that_return_what_they_get_change_no_bit(family: str) -> None:
     model, tokens, targets = make(family, torch.float32)
     plain = hg.trace(model, tokens, targets, LENGTHS, edit={})
     names = [name for name in plain if "grad" not in name and not name.endswith(("a_0", "y_pred"))]
-    editable = [x for x in names if not x.rpartition(".")[2].startswith(("mu_", "sigma_", "rms_", "a_bar_"))]
+    editable = [x for x in names if not x.rpartition(".")[2].startswith(("mu_", "sigma_", "rms_", "a_bar_", "chosen"))]
     edited = hg.trace(model, tokens, targets, LENGTHS, edit=dict.fromkeys(editable, lambda x: x))
     assert list(edited) == list(plain) and edited.loss == plain.loss
     assert all(torch.equal(edited[name], plain[name]) for name in plain)
@@ -172,7 +175,7 @@ def test_unknown_steps_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         require_block(steps, "the reader")
     with pytest.raises(UnknownStep, match="expects the step 'skip_10: add of a_5, a_9 → a_10'"):
         require_block(STEPS_OF(model.blocks[0])[:-1], "the reader")
-    with pytest.raises(UnknownStep, match="the plan does not know the step 'dummy'"):
+    with pytest.raises(UnknownStep, match="the plan cannot read the step 'dummy'"):
         make_plan(model.config, batch=1)
     with pytest.raises(UnknownStep, match="the reference cannot read the step 'dummy'"):
         hg.verify(model, prompt, prompt)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import handgrad as hg
 from conftest import ROUNDING, perturb
-from families.members import MEMBERS, transformers_model
+from families.members import DISTINCT, transformers_model
 from handgrad.inference.kv_cache import Cache
 from handgrad.inference.token_block import describe
 from handgrad.kernels import library
@@ -33,7 +33,7 @@ def both_ways(model: GPT) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         for new in (list(zip(slots, LENGTHS, strict=True)), [(slot, 1) for slot in slots]):
             step = cache.step(new)
             ids = torch.randint(model.config.n_vocab, (step.n,))
-            rotations = model.rotations(step.positions, LENGTHS)
+            rotations = model.rotations(step.positions, [99] * len(new), counts=[count for _, count in new])
             a = model.embeddings(ids, step.positions)
             if at_once and step.places is not None:
                 blocks = describe(model)
@@ -67,7 +67,7 @@ def known(block: Block) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_every_family(name: str, dtype: str, tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     model = hg.load(tmp_path / "m", dtype=dtype)
@@ -108,6 +108,8 @@ def test_low_bits(preset: str, bits: int) -> None:
 
 
 def test_what_has_no_kernel() -> None:
+    assert describe(hg.GPT(hg.preset("nano-llama", gain_offset=1.0))) is None
+    assert describe(hg.GPT(hg.preset("nano", norm_bias=False))) is None
     assert describe(hg.GPT(hg.preset("nano"), dtype="bfloat16")) is None
     with library.disabled():
         assert describe(hg.GPT(hg.preset("nano"))) is None

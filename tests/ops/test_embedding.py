@@ -47,3 +47,14 @@ def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
     assert out.dtype == dtype and relative_error(out, expected) <= ROUNDING[dtype]
     grad = fast.grad_w(delta.to(dtype), ids, w_tok.to(dtype), None)
     assert grad.dtype == dtype and relative_error(grad, plain.grad_w(delta, ids, 3)) <= ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_multiplier_is_of_tokens_alone(learned: bool) -> None:
+    ids, positions = torch.tensor([1, 3, 1]), torch.tensor([0, 1, 2])
+    w_tok, w_pos = torch.randn(4, 5).double(), torch.randn(3, 5).double()
+    before = w_tok.clone()
+    out = fast.forward(ids, positions, w_tok, w_pos if learned else None, 2.5)
+    expected = plain.forward_scaled(ids, w_tok, 2.5) + (plain.forward(positions, w_pos) if learned else 0)
+    assert relative_error(out, expected) <= IDENTITY_TOLERANCE
+    assert torch.equal(w_tok, before)

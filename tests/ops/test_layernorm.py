@@ -67,3 +67,18 @@ def test_every_dtype_and_scale(scale: float, shift: float, dtype: torch.dtype) -
     assert relative_error(signal, plain.delta_prev(delta, rounded_bar, f.sigma, w)) <= limit
     assert relative_error(fast.grad_w(delta.to(dtype), a_bar, None), plain.grad_w(delta, rounded_bar)) <= limit
     assert relative_error(fast.grad_b(delta.to(dtype), None), plain.grad_b(delta)) <= limit
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("d", [2, 17, 64])
+def test_without_a_bias_as_with_zeros(d: int, dtype: torch.dtype) -> None:
+    a, w = torch.randn(5, d).to(dtype), torch.randn(d).to(dtype)
+    for output in (None, torch.bfloat16):
+        out, saved = fast.forward(a, w, None, 1e-5, output)
+        expected, _ = fast.forward(a, w, torch.zeros_like(w), 1e-5, output)
+        assert torch.equal(out, expected)
+        assert torch.equal(
+            fast.rebuild(saved, w, None, output)[1], fast.rebuild(saved, w, torch.zeros_like(w), output)[1]
+        )
+    reference = torch.nn.functional.layer_norm(a.double(), (d,), w.double(), None, 1e-5)
+    assert relative_error(fast.forward(a.double(), w.double(), None, 1e-5)[0], reference) <= IDENTITY_TOLERANCE

@@ -137,3 +137,15 @@ def test_bfloat16_gradient_of_rows_that_nearly_cancel() -> None:
     rows, signals = torch.stack([a_bar, a_bar]), torch.stack([delta, opposite])
     ours = fast.grad_w(signals.bfloat16(), rows.bfloat16(), None)
     assert relative_error(ours, plain.grad_w(signals, rows)) <= ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("n", "h", "d_rho"), [(1, 1, 2), (6, 3, 5)])
+def test_a_norm_of_all_heads_together(n: int, h: int, d_rho: int) -> None:
+    q, delta = torch.randn(2, n, h, d_rho).double()
+    w = torch.randn(h * d_rho).double()
+    heads, f = plain.forward_joint(q.unbind(1), w, 1e-5)
+    out, saved = fast.forward(q.flatten(1), w, 1e-5)
+    assert relative_error(out.view_as(q), torch.stack(heads, 1)) <= IDENTITY_TOLERANCE
+    back = fast.backward(delta.flatten(1), fast.normalized(saved), saved.inv_rms, w)
+    expected = torch.stack(plain.delta_prev_joint(delta.unbind(1), f, w), 1)
+    assert relative_error(back.view_as(q), expected) <= IDENTITY_TOLERANCE

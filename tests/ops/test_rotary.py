@@ -289,3 +289,65 @@ def test_written_over_its_input(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         assert torch.equal(x, expected) and torch.equal(stream[:, 12:], rest)
         other = torch.empty_like(expected)
         assert torch.equal(rotate(x, cos, sin, into=other), rotate(x, cos, sin))
+
+
+# ── a part of a head, and neighboring features ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("neighbors", [False, True])
+@pytest.mark.parametrize(("n", "h", "d_rho", "w"), [(1, 1, 3, 2), (7, 3, 10, 4), (13, 2, 7, 6), (5, 2, 8, 8)])
+def test_a_part_of_a_head(n: int, h: int, d_rho: int, w: int, neighbors: bool) -> None:
+    x, delta, positions, _ = make(n, h, d_rho)
+    theta = plain.frequencies(w, 500.0)
+    cos, sin = fast.angles(positions, theta)
+    before = x.clone()
+    y, back = fast.forward(x, cos, sin, neighbors=neighbors), fast.backward(delta, cos, sin, neighbors=neighbors)
+    for head in range(h):
+        expected = plain.forward_partial(x[:, head], positions, theta, neighbors)
+        assert relative_error(y[:, head], expected) <= IDENTITY_TOLERANCE
+        expected = plain.delta_prev_partial(delta[:, head], positions, theta, neighbors)
+        assert relative_error(back[:, head], expected) <= IDENTITY_TOLERANCE
+    by_heads = lambda x: torch.stack([plain.forward_partial(y, positions, theta, neighbors) for y in x.unbind(1)], 1)  # noqa: E731
+    expected = differentiate(by_heads, x, upstream=delta)[0]
+    assert relative_error(back, expected) <= TOLERANCE[torch.float64]
+    assert torch.equal(y[..., w:], x[..., w:]) and torch.equal(back[..., w:], delta[..., w:])
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("neighbors", [False, True])
+@pytest.mark.parametrize("w", [4, 10])
+@pytest.mark.parametrize("cut", ["contiguous", "columns", "heads first", "odd rows"])
+def test_in_place_and_elsewhere_for_any_strides(cut: str, w: int, neighbors: bool, dtype: torch.dtype) -> None:
+    """Written into itself, into another tensor, or anew, whatever the strides: the same bits as of a contiguous copy."""
+    n, h, d_rho = 7, 3, 10
+    views = {
+        "contiguous": lambda: torch.randn(n, h, d_rho),
+        "columns": lambda: torch.randn(n, 3 * h * d_rho).view(n, 3 * h, d_rho)[:, h : 2 * h],
+        "heads first": lambda: torch.randn(h, n, d_rho).transpose(0, 1),
+        "odd rows": lambda: torch.randn(n, h, d_rho + 1)[..., 1:],
+    }
+    dtype_of_tables = torch.float64 if dtype == torch.float64 else torch.float32
+    theta, _ = fast.frequencies(w, 500.0, dtype=dtype_of_tables)
+    cos, sin = fast.angles(torch.arange(n), theta)
+    for rotate in (fast.forward, fast.backward):
+        plain_x = views[cut]().to(dtype)
+        x = views[cut]().to(dtype)
+        x.copy_(plain_x)
+        expected = rotate(plain_x.contiguous(), cos, sin, neighbors=neighbors)
+        assert torch.equal(rotate(x, cos, sin, neighbors=neighbors), expected)
+        other = torch.full_like(x, 7.0)
+        assert rotate(x, cos, sin, into=other, neighbors=neighbors) is other and torch.equal(other, expected)
+        assert torch.equal(x, plain_x)
+        assert rotate(x, cos, sin, into=x, neighbors=neighbors) is x and torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("neighbors", [False, True])
+def test_bfloat16_results_are_rounded_once(neighbors: bool) -> None:
+    x = torch.randn(9, 2, 8).bfloat16()
+    theta, _ = fast.frequencies(6, 500.0)
+    cos, sin = fast.angles(torch.arange(9), theta)
+    wide = fast.forward(x.float(), cos, sin, neighbors=neighbors)
+    assert torch.equal(fast.forward(x, cos, sin, neighbors=neighbors), wide.bfloat16())
+    operand = fast.forward(x.float(), cos, sin, dtype=torch.bfloat16, neighbors=neighbors)
+    assert operand.dtype == torch.bfloat16 and torch.equal(operand, wide.bfloat16())

@@ -2,10 +2,7 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -335,13 +332,3 @@ def test_a_gradient_of_zero_moves_nothing() -> None:
 def test_without_the_matrices_it_is_refused() -> None:
     with pytest.raises(hg.HandgradError, match=r"Muon needs to know the matrices: give matrices="):
         optim.maker("Muon", LR, DECAY, BETAS)
-
-
-def test_a_run_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys, handgrad as hg; hg.train(sys.argv[1], steps=2, out=sys.argv[2], quiet=True, n_blocks=1,"
-        " optimizer='muon')\nassert 'torch.optim' in sys.modules and 'torch._dynamo' not in sys.modules"
-    )
-    text = tmp_path / "text.txt"
-    text.write_text("to be, or not to be, that is the question. " * 40)
-    subprocess.run([sys.executable, "-c", code, text, tmp_path / "run"], check=True)

@@ -213,8 +213,10 @@ def test_step_with_grad_scale_equals_scaled_gradients(kind: str) -> None:
 def test_a_run_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:
     """Importing it takes two seconds and 50 MB."""
     code = (
-        "import sys, handgrad as hg; hg.train(sys.argv[1], steps=2, out=sys.argv[2], quiet=True, n_blocks=1)\n"
-        "assert 'torch.optim' in sys.modules and 'torch._dynamo' not in sys.modules"
+        "import sys, handgrad as hg\n"
+        "for kind in 'AdamW', 'muon':\n"
+        "    hg.train(sys.argv[1], steps=2, out=sys.argv[2] + kind, quiet=True, n_blocks=1, optimizer=kind)\n"
+        "    assert 'torch.optim' in sys.modules and 'torch._dynamo' not in sys.modules, kind"
     )
     text = tmp_path / "text.txt"
     text.write_text("to be, or not to be, that is the question. " * 40)

@@ -141,26 +141,30 @@ def test_updates_that_bfloat16_loses_add_up() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 def test_the_expected_update_is_that_of_float32(kind: str, factor: float) -> None:
-    """The mean over many seeds of one update, with the factor of clipping; the optimizer's state is the same."""
+    """The mean of an update over parameters and seeds, with the factor of clipping; the optimizer's state is the same."""
     start, grad = torch.randn(2, 5, 3).bfloat16()
     exact = nn.Parameter(start.float())
     reference = optim.maker(kind, 1e-2, 0.1, (0.9, 0.99))([exact])
     exact.grad = grad.float()
     optim.step(reference, factor)
-    seeds = 400
+    seeds, copies = 20, 20
     total = torch.zeros(5, 3, dtype=torch.float64)
     for seed in range(seeds):
-        p, other = nn.Parameter(start.clone()), nn.Parameter(torch.ones(99, dtype=torch.bfloat16))
-        optimizer, _ = make(kind, [p, other], seed=seed)
-        p.grad, other.grad = grad.clone(), torch.ones_like(other)
+        same = [nn.Parameter(start.clone()) for _ in range(copies)]
+        other = nn.Parameter(torch.ones(99, dtype=torch.bfloat16))
+        optimizer, _ = make(kind, [*same, other], seed=seed)
+        for p in same:
+            p.grad = grad.clone()
+        other.grad = torch.ones_like(other)
         optim.step(optimizer, factor)
-        total += p.detach().double()
-        for key, value in optimizer.state[p].items():
-            expected = reference.state[exact][key]
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected)), key
+        for p in same:
+            total += p.detach().double()
+            for key, value in optimizer.state[p].items():
+                expected = reference.state[exact][key]
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected)), key
     below, above = below_and_above(exact.detach())
-    limit = 5 * (above - below).abs().double() / 2 / math.sqrt(seeds)
-    assert ((total / seeds - exact.detach()).abs() <= limit).all()
+    limit = 5 * (above - below).abs().double() / 2 / math.sqrt(seeds * copies)
+    assert ((total / (seeds * copies) - exact.detach()).abs() <= limit).all()
     assert not torch.equal(exact.detach(), start.float())
 
 

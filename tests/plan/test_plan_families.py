@@ -42,6 +42,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "qk_norm": True, "d_rho": 4, "d_head": 6},
     "mistral": {"family": "mistral", "window": 5},
     "smollm3": {"family": "smollm3", "unrotated": (1,), "window": 4, "windowed": (1,)},
+    "gemma": {"family": "gemma3_text", "gain_offset": 1.0, "qk_norm": True, "activation": "gelu_tanh", "d_rho": 4,
+              "d_head": 4, "window": 3, "windowed": (0, 1), "local_rope_base": 50.0, "embedding_scale": 3.0,
+              "logit_cap": 2.0},
+    "norms after branches": {"family": "olmo2", "qk_norm": True, "qk_norm_joint": True, "tied": False},
+    "parallel": {"family": "cohere", "norm": "layer", "norm_bias": False, "parallel": True, "rotary_neighbors": True},
+    "parallel, two norms": {**GPT2, "family": "gpt_neox", "positions": "rotary", "parallel": True, "qkv_by_head": True,
+                            "n_heads": 3, "rotary_width": 2, "tied": False},
+    "scaled": {"family": "granite", "residual_scale": 0.3, "embedding_scale": 2.0, "logit_scale": 0.2},
     "lfm2": {"family": "lfm2", "qk_norm": True, "conv_blocks": (0, 2), "conv_bias": True},
     "fused": {"family": FUSED, "tied": False},
     "fused with biases": {"family": FUSED, "qkv_bias": True, "mlp_bias": True},
@@ -90,7 +98,8 @@ def test_parameters_match_the_model(config: ModelConfig) -> None:
 def named(config: ModelConfig, layer: str) -> str:
     """The family's name of a layer, or of the one that holds it; other targets stay."""
     fused = {"attn.v": "attn.qkv", "mlp.expand": "mlp.gate_expand"}
-    return config.table.names.get(layer) or config.table.names.get(fused.get(layer, ""), layer)
+    names = config.table.names
+    return names.get(layer) or names.get(fused.get(layer, ""), layer.replace("lm_head", names["head"]))
 
 
 @pytest.mark.parametrize("layer", ["all-linear", "lm_head", r".*\.1\..*|lm_head", "attn.v", "mlp.expand"])
@@ -161,7 +170,8 @@ def test_pairs_are_the_entries_of_the_attention_maps(config: ModelConfig) -> Non
     maps = {i: trace[f"blocks.{i}.rho"] != 0 for i in range(config.n_blocks) if i not in config.conv_blocks}
     for batch in (every, some):
         work = Work.of_batch(*batch[1:], config)
-        needed = {i: x[:, batch[1] != -100] if i == last else x for i, x in maps.items()}  # queries with a target
+        every = config.parallel  # then the last block computes every row
+        needed = {i: x[:, batch[1] != -100] if i == last and not every else x for i, x in maps.items()}
         entries = int(sum(x.sum() for x in needed.values()))
         forward, backward = flop(config, work, {})
         products = flop(config, products_alone(work), {})

@@ -15,7 +15,7 @@ import torch
 from bench.process import busy_cores
 
 import handgrad as hg
-from conftest import handgrad, succeed, use_empty_cache
+from conftest import handgrad, run_processes, succeed, use_empty_cache
 from handgrad import checks, lora, machine, optim
 from handgrad.cli.generate import use_fastest_threads
 from handgrad.errors import HandgradError
@@ -279,16 +279,18 @@ def test_a_killed_run_keeps_its_bits_when_the_load_changes(text: Path) -> None:
     """Processes that choose for themselves; the second one meets busy cores. Compared with a run that is not interrupted."""
     own = {name: value for name, value in os.environ.items() if name not in thread_count.VARIABLES}
     options = ["--data", text, *SHAPE, "--steps", 10, "--sample-tokens", 0, "--save-every", 1, "--keep", 99]
-    command = list(map(str, [sys.executable, "-m", "handgrad", "train", *options, "--out", "run"]))
-    process = subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL)
+    command = ["train", *options, "--out", "run"]
+    start = [sys.executable, "-m", "handgrad", *map(str, command)]
+    process = subprocess.Popen(start, env=own, stdout=subprocess.DEVNULL)
     while not Path("run/checkpoints/step-00000003").exists() and process.poll() is None:
         time.sleep(0.002)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert not Path("run/checkpoints/step-00000010").exists()
     number = json.loads(Path("run/run.json").read_text())["threads"]
+    assert run_processes(1, "--version").returncode == 0  # what forks has been imported
     with busy_cores(machine.available_cores()):
-        done = subprocess.run([*command, "--resume"], env=own, capture_output=True, text=True, check=False)
+        done = run_processes(1, *command, "--resume", environment=own)
     assert done.returncode == 0 and "resuming run from step" in done.stdout, done.stderr
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert {record["threads"] for record in records if "threads" in record} == {number}

@@ -62,8 +62,7 @@ def test_run_folder_has_records_report_and_checkpoints(text: Path, tmp_path: Pat
 
 def test_peak_memory_stays_flat(text: Path, tmp_path: Path) -> None:
     quiet = ["--eval-every", 100, "--save-every", 100]
-    long = train_command("--data", text, "--out", tmp_path / "r", "--steps", 900, *SMALL, *quiet)
-    done = subprocess.run(long, capture_output=True, text=True, check=False)
+    done = run_processes(1, "train", "--data", text, "--out", tmp_path / "r", "--steps", 900, *SMALL, *quiet)
     assert done.returncode == 0, done.stderr
     peaks = {r["step"]: r["memory"] for r in Run(tmp_path / "r").records() if "memory" in r}
     assert peaks[900] - peaks[300] < 4_000_000, "peak memory must stop growing"

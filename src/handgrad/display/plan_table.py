@@ -43,14 +43,14 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
         table.add_column("name in the file", no_wrap=True)
     table.add_column("shape", justify="right", no_wrap=wide)
     table.add_column("parameters", justify="right", min_width=13 if wide else 9, overflow="fold")
+    listed = parameters(c)
     totals = {
-        "embedding": plan.embedding, "block": plan.per_block, "conv block": plan.per_conv_block,
-        "final norm": plan.final_norm, "logits": plan.logits,
-    }  # fmt: skip
-    totals = {layer: count for layer, count in totals.items() if count or not layer.endswith("block")}
+        layer: sum(p.count for p in listed if p.layer == layer) for layer in dict.fromkeys(p.layer for p in listed)
+    }
+    totals.setdefault("logits", 0)
     between = [""] * (3 if named else 2)
     for layer, subtotal in totals.items():
-        for p in parameters(c):
+        for p in listed:
             if p.layer == layer:
                 shape = " × ".join(f"{n:,}" for n in p.shape)
                 table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
@@ -58,10 +58,11 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
             table.add_row(layer, "w_11", *([f"tied to {c.table.names['embed']}.weight"] if named else []), "tied", "0")
         label = f"one {layer}" if layer.endswith("block") else layer
         table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
-    of_blocks = plan.total - plan.embedding - plan.final_norm - plan.logits
     if c.n_blocks > 1:
-        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{of_blocks:,}")
+        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{plan.blocks:,}")
     table.add_row("[bold]total", *between, f"[bold]{plan.total:,}")
+    if plan.active < plan.total:
+        table.add_row("used by a token", *between, f"{plan.active:,}")
     return table
 
 

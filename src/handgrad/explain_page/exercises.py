@@ -108,7 +108,8 @@ def _lora(t: _Tensors, make: Make) -> Case | None:
 
 def _norm(t: _Tensors, make: Make, *others: Tensor) -> Case | None:
     w = t.first_weight("w")
-    return None if w is None else make(t.label, t.input(), w.double(), *others, t.delta(), t.config.eps)
+    gain = None if w is None else w.double() + t.config.gain_offset
+    return None if gain is None else make(t.label, t.input(), gain, *others, t.delta(), t.config.eps)
 
 
 def _layernorm(t: _Tensors, make: Make) -> Case | None:
@@ -138,7 +139,7 @@ def _embedding(t: _Tensors, make: Make) -> Case:
 
 def _loss(t: _Tensors, make: Make) -> Case:
     other = "" if t.sentence.objective == MEAN_LOSS else ", with the mean loss, not with what is explained"
-    return make(t.label + other, t.of("a_12"), t.sentence.targets[0, : t.n])
+    return make(t.label + other, t.model.logit_map.forward(t.of("a_12").clone()), t.sentence.targets[0, : t.n])
 
 
 def _softmax(t: _Tensors, make: Make) -> Case:

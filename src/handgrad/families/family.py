@@ -32,6 +32,9 @@ class Family:
     defaults: Mapping[str, Any]  # what transformers takes for a field that config.json omits
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig that every member shares
     only: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json with the one value that is supported
+    written: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields without effect that transformers cannot do without
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of fields that transformers writes
     no_effect: frozenset[str] = frozenset()  # fields of config.json that change nothing in the computation
     extra_tensors: str = r"lm_head\.weight"  # tensors in its files that a model may leave unread; a regular expression
@@ -42,11 +45,27 @@ class Family:
     local_rope: bool = False  # blocks with a window have their own frequencies, which are not scaled
     rotary_share: float | None = None  # of a head's features, where the file can say another one
     rope_types: tuple[str, ...] = ROPE_TYPES  # that transformers knows for it
+    stacked_experts: bool = False  # its files hold all experts of a block in two tensors
     block_kinds: tuple[str, ...] = ()  # in layer_types, of a family whose files list them and whose blocks are alike
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")
+    in_memory: Mapping[str, str] = field(default_factory=dict)  # a module's name in files → in transformers' models
     may_omit: str = ""  # prefix of tensor names that some files leave out
 
     def has(self, layer: str) -> bool:
         """Whether a member can have this layer."""
         return layer in self.names
+
+    def as_in_memory(self, name: str) -> str:
+        """The name that transformers' models have for a tensor or module of a file."""
+        for filed, kept in self.in_memory.items():
+            if name == filed or name.startswith(f"{filed}."):
+                return kept + name.removeprefix(filed)
+        return name
+
+    def as_in_files(self, name: str) -> str:
+        """The name that files have for a tensor or module of transformers' models."""
+        for filed, kept in self.in_memory.items():
+            if name == kept or name.startswith(f"{kept}."):
+                return filed + name.removeprefix(kept)
+        return name

@@ -45,6 +45,7 @@ GPT_NEOX = Family(
     fixed={"positions": "rotary", "qkv_by_head": True},
     no_effect=frozenset({"is_decoder", "classifier_dropout", "rotary_emb_base", "rotary_pct"}),
     extra_tensors=r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)|embed_out\.weight",
+    in_memory={"embed_out": "lm_head"},
     rotary_share=0.25,
     own_vocabulary=50_432,
     token_ids=("bos_token_id", "eos_token_id"),

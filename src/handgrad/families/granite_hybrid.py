@@ -27,7 +27,6 @@ GRANITE_HYBRID = replace(
             "intermediate_size",
             "num_experts_per_tok",
             "output_router_logits",
-            "mamba_n_heads",
             "mamba_n_groups",
             "mamba_d_state",
             "mamba_d_head",
@@ -42,5 +41,6 @@ GRANITE_HYBRID = replace(
             "init_method",
         }
     ),
+    written={"mamba_n_heads": 1},
     block_kinds=("attention", "full_attention"),
 )

@@ -13,10 +13,12 @@ from ..checks import check_integer, is_number
 from ..errors import HandgradError, shown
 from ..families import FAMILIES, Family
 from ..families.family import ACTIVATIONS
+from ..families.refused import REFUSED
 from ..model.config import ACTIVATIONS as PLAIN
 from ..model.config import GATES, ModelConfig
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 from .conv_fields import conv_fields, read_conv_fields
+from .expert_fields import expert_fields, read_experts, told_by_experts
 
 _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -87,7 +89,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         config = ModelConfig(**{**values, **own, "family": family.name})
         if config.positions == "rotary":
             config = replace(config, **{**_rotary(raw, config, family), **own})
-        config = replace(config, **{**_experts(raw, config, family), **own})
+        config = replace(config, **{**read_experts(raw, config, family), **own})
         return replace(config, **{**_window(raw, config, family), **read_conv_fields(raw, config, family), **own})
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {_in_their_words(str(mistake), family, own)}") from None
@@ -132,13 +134,15 @@ def _family(raw: dict[str, Any], file: Path) -> Family:
     if name == "handgrad":  # choices that no family of Hugging Face's has
         own = raw.get("handgrad")
         field, name = "family in 'handgrad'", own.get("family", "gpt2") if isinstance(own, dict) else "gpt2"
+    if isinstance(name, str) and name in REFUSED:
+        raise HandgradError(f"{file}: {field} {name} is not supported: {REFUSED[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise HandgradError(f"{file}: {field} is {shown(name)}; this version reads {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
-    known = {*_NO_EFFECT, *family.no_effect, *family.fields, *family.only, *family.defaults}
+    known = {*_NO_EFFECT, *family.no_effect, *family.fields, *family.only, *family.written, *family.defaults}
     own = raw.get("handgrad")
     choices = {**family.fixed, **(own if isinstance(own, dict) else {})}
     known |= set(_ROPE) if choices.get("positions") == "rotary" else set()
@@ -162,13 +166,17 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
 
 def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
     """The rotary fields, as transformers 5 writes them (rope_parameters) or as older files have them."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # transformers' own order
+    given = (
+        raw.get("rope_scaling") or raw.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
+    )  # transformers' own order
     if not isinstance(given, dict):
         raise HandgradError(f"rope_scaling must be an object, not {shown(given)}")
     found: dict[str, Any] = {}
     if family.local_rope:
         local, given = given.get(_LOCAL) or {}, given.get("full_attention", {} if _LOCAL in given else given) or {}
-        base, scaling, _ = _table(local, {**raw, "rope_theta": raw.get("rope_local_base_freq")}, config, family, True)
+        apart = "rope_local_base_freq" in family.defaults  # else both have rope_theta
+        theirs = {**raw, "rope_theta": raw.get("rope_local_base_freq")} if apart else raw
+        base, scaling, _ = _table(local, theirs, config, family, apart)
         if scaling != UNSCALED:
             raise HandgradError(f"rope_type {scaling.rope_type} of blocks with a window is not supported")
         found["local_rope_base"] = base
@@ -316,53 +324,6 @@ def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: l
     return tuple(every)
 
 
-# ── mixtures of experts ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _experts(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The blocks without experts, and the width of what all tokens share."""
-    found: dict[str, Any] = {}
-
-    def integer(field: str) -> int:
-        value = raw.get(field, family.defaults[field])
-        check_integer(field, value)
-        return int(value)
-
-    if "decoder_sparse_step" in family.defaults:
-        step, listed = integer("decoder_sparse_step"), raw.get("mlp_only_layers") or []
-        if not isinstance(listed, list) or any(type(i) is not int for i in listed):
-            raise HandgradError(f"mlp_only_layers must be a list of blocks, not {shown(listed)}")
-        found["dense"] = tuple(i for i in range(config.n_blocks) if i in listed or (i + 1) % step)
-    if "first_k_dense_replace" in family.defaults:
-        found["dense"] = tuple(range(min(integer("first_k_dense_replace"), config.n_blocks)))
-    if "n_shared_experts" in family.defaults:
-        found["d_shared"] = integer("n_shared_experts") * config.expert_width or None
-    return found
-
-
-def _expert_fields(config: ModelConfig) -> dict[str, object]:
-    """The same fields, as far as the family has them; `_own` writes what it cannot express."""
-    defaults, written = config.table.defaults, dict[str, object]()
-    if "decoder_sparse_step" in defaults:
-        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense)}
-    if "first_k_dense_replace" in defaults:
-        written["first_k_dense_replace"] = len(config.dense)
-    if "n_shared_experts" in defaults:
-        written["n_shared_experts"] = (config.d_shared or 0) // config.expert_width
-    return written
-
-
-def _told_by_experts(config: ModelConfig) -> set[str]:
-    """The choices that these fields express."""
-    defaults, told = config.table.defaults, set[str]()
-    first = config.dense == tuple(range(len(config.dense)))
-    if "decoder_sparse_step" in defaults or ("first_k_dense_replace" in defaults and first):
-        told.add("dense")
-    if "n_shared_experts" in defaults and (config.d_shared or 0) % config.expert_width == 0:
-        told.add("d_shared")
-    return told
-
-
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -377,9 +338,10 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         **({"model_type": "handgrad"} if own else {"architectures": [family.architecture], "model_type": family.name}),
         **{field: _value(config, field, ours) for field, ours in family.fields.items()},
         **{field: only for field, only in family.only.items() if only is not None},
+        **family.written,
         **(_rope_fields(config) if config.positions == "rotary" else {}),
         **_layer_fields(config),
-        **_expert_fields(config),
+        **expert_fields(config),
         # the defaults hold for the family's own vocabulary only; otherwise generation_config.json has the ids
         **({} if config.n_vocab >= family.own_vocabulary else dict.fromkeys(family.token_ids)),
         "dtype": str(dtype).removeprefix("torch."),
@@ -412,7 +374,7 @@ def _own(config: ModelConfig) -> dict[str, Any]:
         told |= {"window", "windowed"}
     told |= {"conv_blocks"} if family.has("conv") else set()
     told |= {"unrotated"} if _tells_unrotated(config) else set()
-    told |= _told_by_experts(config)
+    told |= told_by_experts(config)
     own = {}
     for f in fields(ModelConfig):
         value = getattr(config, f.name)
@@ -443,7 +405,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, object]:
         given |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     given = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items()}
     plain = scaling.rope_type == "default"
-    if family.rotary_share is None and not family.local_rope:
+    if family.rotary_share is None and not family.local_rope and "rope_parameters" not in family.defaults:
         return {"rope_theta": config.rope_base, "rope_scaling": None if plain else given}
     table: dict[str, object] = {"rope_theta": config.rope_base, **({"rope_type": "default"} if plain else given)}
     more = {} if plain or scaling.rope_type != "longrope" else {"original_max_position_embeddings": scaling[2]}
@@ -468,7 +430,7 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
     kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
     if "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = config.window is not None
-    if family.windows in ("late blocks", "unrotated blocks", "even early blocks", "pattern"):
+    if family.windows and family.windows != "every block":
         written["layer_types"] = [_LOCAL if windowed else "full_attention" for windowed in kinds]
     elif family.block_kinds:
         written["layer_types"] = [family.block_kinds[0]] * config.n_blocks

@@ -30,6 +30,7 @@ from ..model.storage.weights import Scratch
 from ..text.endings import end_ids
 from ..text.tokenizer import FORMAT
 from .config_json import config_json, read_config
+from .stacked_experts import split_headers, split_tensors, stack_tensors
 
 GENERATION = "generation_config.json"
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
@@ -82,8 +83,9 @@ def read_directory(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     names = config.table.names
     head_name, embed_name = f"{names['head']}.weight", f"{names['embed']}.weight"
     headers = {full_name(name): header for name, header in _headers(folder).items()}
-    _check_tensors(replace(config, tied=head_name not in headers), headers, folder)
-    tensors = {full_name(name): t for name, t in _weights(headers).items()}
+    matrices = split_headers(headers, config.table)
+    _check_tensors(replace(config, tied=head_name not in headers), matrices, folder)
+    tensors = split_tensors({full_name(name): t for name, t in _weights(headers).items()}, config.table)
     head = tensors.get(head_name)  # the file decides, not config.json
     tied = head is None or (config.tied and torch.equal(head, tensors[embed_name]))
     return replace(config, tied=tied), tensors
@@ -271,6 +273,7 @@ def write_model(
     if dtype is not None:
         as_dtype(dtype, STORED_DTYPES)
     tensors = {name: p.detach().to(dtype or p.dtype).contiguous() for name, p in model.named_parameters()}
+    tensors = stack_tensors(tensors, model.config.table)
     for name, t in tensors.items():
         if dtype == torch.float16 and not torch.isfinite(t).all():
             raise HandgradError(f"{name} has values that float16 cannot represent: choose bfloat16 or float32")

@@ -144,7 +144,7 @@ def _integrated(
     ids, n = piece.ids, len(piece.ids)
     table, _ = model.embed.table(torch.arange(model.config.n_vocab, device=ids.device))
     own, rows = model.embed.table(ids)
-    baseline = table.mean(0) + a_1 - own[rows]  # positions stay
+    baseline = a_1 + model.embed.scale * (table.mean(0) - own[rows])  # positions stay
     baseline[0] = a_1[0]
     total = torch.zeros_like(a_1)
     at_once = max(1, TOKENS_AT_ONCE // n)

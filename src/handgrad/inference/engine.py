@@ -172,6 +172,9 @@ class Engine:
                 sequence.slot.length = 0
             return [(sequence, len(sequence.window)) for sequence in self.sequences[: self.max_running]]
         running = self.sequences[: self.max_running]
+        for sequence in running:
+            if sequence.slot.length and sequence.long != self._long(sequence):
+                self.cache.free(sequence.slot)  # all keys are rotated otherwise now
         singles = [x for x in running if x.joined and x.pending == 1]
         order = self.cache.order([x.slot for x in singles])
         work = [(singles[i], 1) for i in order]
@@ -190,11 +193,17 @@ class Engine:
             room -= count
         return sorted(work, key=lambda item: (item[0].slot.length == 0, item[1] > 1))
 
+    def _long(self, sequence: Sequence) -> bool:
+        """Whether the sequence has to be rotated by the frequencies of long ones (longrope)."""
+        scaling = self.model.config.rope_scaling
+        limit = scaling.original_max_position_embeddings if scaling.rope_type == "longrope" else None
+        return limit is not None and len(sequence.window) > limit
+
     def _share(self, sequence: Sequence, prompts: list[Sequence]) -> bool:
         """Copy the longest beginning of the prompt that is cached. False if the sequence should wait, because more of it
         is computed in this pass."""
         best, source = self._source(sequence)
-        begun = [x for x in prompts if x.may_give_to(sequence)]
+        begun = [x for x in prompts if x.may_give_to(sequence) and self._long(x) == self._long(sequence)]
         soon = max((self._shared(x, sequence, len(x.window)) for x in begun), default=0)
         if soon >= max(best + 1, SHORTEST_SHARED):
             return False
@@ -209,6 +218,7 @@ class Engine:
         """The sequence in the cache with the longest beginning of this one's prompt, if that is long enough; a running one
         if it has as much as one that is kept."""
         cached = [x for x in [*self.sequences, *self.kept] if x is not sequence and x.may_give_to(sequence)]
+        cached = [x for x in cached if x.long == self._long(sequence)]
         shared = [self._shared(x, sequence, x.slot.length) for x in cached]
         best = max(shared, default=0)
         return (best, cached[shared.index(best)]) if best >= SHORTEST_SHARED else (0, None)
@@ -222,10 +232,13 @@ class Engine:
     def _forward(self, work: list[tuple[Sequence, int]]) -> tuple[Tensor, list[int]]:
         """The last block's output for the pass's tokens, and the last row of each sequence."""
         model = self.model
+        for sequence, _ in work:
+            sequence.long = self._long(sequence)
         step = self.cache.step([(sequence.slot, count) for sequence, count in work])
         ids = [i for x, count in work for i in x.window[x.slot.length : x.slot.length + count]]
         positions = step.positions
-        rotations = model.rotations(positions, [len(x.window) for x, count in work for _ in range(count)])
+        lengths, counts = [len(x.window) for x, _ in work], [count for _, count in work]
+        rotations = model.rotations(positions, lengths, counts=counts)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(
             rotations=rotations, adapters=groups([(x.options.adapter, count) for x, count in work]),
@@ -240,7 +253,7 @@ class Engine:
                 with model.weights(block, generating=True) as weights:
                     a, _ = block.forward(a, run._replace(cache=step.block(i), weights=weights))
         step.finish()
-        return a, _last_rows([count for _, count in work])
+        return a, _last_rows(counts)
 
     def _operand(self, rows: int) -> torch.dtype | None:
         """What products read. Those of a few rows wait for the weights, whatever they compute with: nothing is rounded. A

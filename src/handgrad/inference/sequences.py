@@ -69,6 +69,7 @@ class Sequence:
     matcher: Matcher | None = None  # where it is in its grammar
     window: list[int] = field(default_factory=list)  # the ids that the model sees
     joined: bool = False  # whether any of it has been computed
+    long: bool = False  # whether its keys are rotated as those of a sequence beyond the original context
 
     @property
     def ids(self) -> list[int]:

@@ -92,6 +92,8 @@ def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_blo
 
 
 def _norm(norm: Norm, width: int, tensors: list[Tensor]) -> token_block.Norm:
+    if norm.offset or (isinstance(norm, LayerNorm) and norm.bias is None):
+        raise _NoKernel  # the kernel multiplies by the weight, and takes a norm without bias for RMSNorm
     w = _numbers(norm.weight, (width,), tensors)
     b = _numbers(norm.bias, (width,), tensors) if isinstance(norm, LayerNorm) else 0
     return token_block.Norm(w, b, norm.eps)

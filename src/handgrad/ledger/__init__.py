@@ -8,7 +8,9 @@ autograd through `oracles` and `reference` only, and knows nothing of training o
 
 from . import (  # noqa: F401   importing a file registers its checks
     beyond,
+    beyond_blocks,
     beyond_conv,
+    beyond_ends,
     beyond_example,
     beyond_experts,
     beyond_gated,

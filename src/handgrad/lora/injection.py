@@ -25,9 +25,9 @@ def adapters_of(model: GPT) -> dict[str, LoRA]:
 
 
 def choose(model: GPT, targets: str | Iterable[str]) -> list[str]:
-    """The linear layers that the patterns select, in the model's order. "all-linear" selects all layers of the blocks; any
-    other pattern is a complete name (lm_head), the end of one (c_attn, mlp.c_proj), or a regular expression for either.
-    Raises if a pattern, or an alternative inside one as in (c_attn|c_typo), matches no layer."""
+    """The linear layers that the patterns select, in the model's order. "all-linear" selects all layers of the blocks but
+    routers; any other pattern is a complete name (lm_head), the end of one (c_attn, mlp.c_proj), or a regular expression for
+    either. Raises if a pattern, or an alternative inside one as in (c_attn|c_typo), matches no layer."""
     names = list(layers_of(model))
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:

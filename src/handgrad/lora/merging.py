@@ -35,7 +35,7 @@ def merge(model: GPT) -> Merged:
     if model.packed:
         raise HandgradError("a packed weight cannot be changed: load the model without packed=True, base_dtype or bits")
     merged = Merged(model.adapter, adapters, {}, model.config.tied)
-    if "lm_head" in adapters:
+    if model.head.adapted:
         model.untie()
     for name, adapter in adapters.items():
         w = _sum(adapter)

@@ -4,8 +4,11 @@ import itertools
 import re
 from collections.abc import Iterable
 
+from ..families import HEADS
 from ..model.names import any_block
 from ..sandbox import client as sandbox
+
+CHOOSING = ("gate", "router", "shared_expert_gate")  # routers: a few outputs, in which a low rank saves nothing
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -59,9 +62,9 @@ def split_names(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
-    """The names that a pattern selects; "all-linear" selects every layer but the head."""
+    """The names that a pattern selects; "all-linear" selects every layer but the head and what chooses among experts."""
     if pattern == "all-linear":
-        return [name for name in names if name != "lm_head"]
+        return [name for name in names if name not in HEADS and name.rpartition(".")[2] not in CHOOSING]
     return [name for name in names if matches(pattern, name)]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import HandgradError, MissingError, shown
-from ..families import full_name
+from ..families import HEADS, full_name
 from ..files import manifest
 from ..files.atomic import write_folder
 from ..files.reading import read_json
@@ -233,7 +233,7 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     """The rank of each layer's adapter, and the number of trained parameters besides the factors."""
     factors, rest, _ = _read_sorted(folder / TENSORS)
     others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
-    named = sorted(factors, key=lambda name: name == "lm_head")  # the head comes last
+    named = sorted(factors, key=lambda name: name in HEADS)  # the head comes last
     ranks = {name: len(factors[name]["lora_A"]) for name in named if "lora_A" in factors[name]}
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 

@@ -70,7 +70,10 @@ class Branch(NamedTuple):
         after = {} if self.post is None else {number: self.post}
         return [
             *self.layers.steps(reads),
-            *(Step(f"norm_{number}", "norm", (self.output,), (self.added,), {n: norm}) for n, norm in after.items()),
+            *(
+                Step(f"norm_{number}", "norm", (self.output,), (self.added,), {n: norm}, extras=norm.extras)
+                for n, norm in after.items()
+            ),
         ]
 
 
@@ -121,7 +124,10 @@ class Path(NamedTuple):
         reads = self.x if self.norm is None else self.normed
         norm = {} if self.norm is None else {self.number: self.norm}
         return [
-            *(Step(f"norm_{n}", "norm", (self.x,), (self.normed,), {n: layer}) for n, layer in norm.items()),
+            *(
+                Step(f"norm_{n}", "norm", (self.x,), (self.normed,), {n: layer}, extras=layer.extras)
+                for n, layer in norm.items()
+            ),
             *(step for branch in self.branches for step in branch.steps(reads)),
         ]
 

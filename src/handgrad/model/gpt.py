@@ -101,7 +101,8 @@ class GPT(Network):
         with self.weights(self.head) as weights:
             run = PLAIN._replace(weights=weights)
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
-                a_11 = self.final_norm.forward(a_10, self.operand)[0]
+                needed = a_10 if len(a_10) == len(piece.rows) else a_10[piece.rows]
+                a_11 = self.final_norm.forward(needed, self.operand)[0]
                 for rows in row_groups(len(piece.targets), self.head):
                     y = self.logit_map.forward(self.head.forward(a_11[rows], run))
                     summed = objective.forward(y, target_rows(piece, rows))

@@ -257,22 +257,31 @@ class Network(Parts):
             if alone:
                 self.scratch.clear()
 
-    def rotations(self, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype | None = None) -> Rotations:
+    def rotations(
+        self,
+        positions: Tensor,
+        lengths: Sequence[int],
+        dtype: torch.dtype | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Rotations:
         """cos and sin of these positions, in sequences of these lengths, for every table of frequencies that the blocks
-        have; nothing without rotary positions."""
+        have; nothing without rotary positions. `counts`: how many of them are of each sequence, if not all."""
         wide = torch.promote_types(self.dtype, torch.float32) if dtype is None else dtype
-        return tuple(self._rotation(table, positions, lengths, wide) for table in self.config.rotary_tables())
+        rows = [
+            n for n, count in zip(lengths, lengths if counts is None else counts, strict=True) for _ in range(count)
+        ]
+        return tuple(self._rotation(table, positions, rows, wide) for table in self.config.rotary_tables())
 
     def _rotation(
         self, table: RotaryTable, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
+        """cos and sin of one table; `lengths` has that of every position's sequence."""
         c, limit = self.config, table.scaling.original_max_position_embeddings
         of = partial(rotary.frequencies, c.rotary_width_of_head, table.base, table.scaling, dtype, self.device)
         theta, factor = of()
         cos, sin = rotary.angles(positions, theta, factor)
         if table.scaling.rope_type == "longrope" and limit is not None and any(n > limit for n in lengths):
-            long = torch.tensor([n > limit for n in lengths], device=self.device)
-            long = long.repeat_interleave(torch.tensor(lengths, device=self.device))[:, None]
+            long = torch.tensor([[n > limit] for n in lengths], device=self.device)
             others = rotary.angles(positions, of(long=True)[0], factor)
             cos, sin = (torch.where(long, other, x) for other, x in zip(others, (cos, sin), strict=True))
         return cos, sin

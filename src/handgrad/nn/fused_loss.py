@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..families import FAMILIES
 from ..ops.loss import NO_TARGET
 from .functions import opaque
 from .loss import linear_cross_entropy
@@ -81,6 +82,15 @@ class CausalLMPart(Part):
         )  # fmt: skip
 
 
+def changed_logits(model: Any) -> str:
+    """What the model's code does with its logits that it may not do with the input of their layer; "" if nothing. Scaling
+    either is the same, without a bias."""
+    fields = {ours: field for field, ours in FAMILIES[model.config.model_type].fields.items()}
+    if getattr(model.config, fields.get(("logit_cap",), ""), None) is not None:
+        return "its logits are capped"
+    return "its logits are scaled after a bias" if ("logit_scale",) in fields and model.lm_head.bias is not None else ""
+
+
 def why_not_loss(model: Any) -> str:
     """Why logits and loss of a model stay separate; "" if they are one function."""
     head: Any = model.lm_head
@@ -96,4 +106,4 @@ def why_not_loss(model: Any) -> str:
         return "a hook, or another forward, on the logits layer"
     if len(head.weight) != model.config.vocab_size:
         return f"{len(head.weight)} logits, and vocab_size is {model.config.vocab_size}"
-    return head.why_not(head.weight, head.bias)
+    return changed_logits(model) or head.why_not(head.weight, head.bias)

@@ -8,9 +8,10 @@ changed meanwhile; what it would not it leaves to the original code, and `fell_b
 Attention has no part: see `attention_function.py`.
 """
 
+import copy
 import warnings
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -162,16 +163,59 @@ class LayerNorm(Part, nn.LayerNorm):
         return _unless_observed(self, functions.layer_norm(input, w, b, self.eps))
 
 
-class RMSNormPart(Part):
+class NormPart(Part):
+    """A norm of transformers with one parameter."""
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         w: Any = self.weight
+        how: NormKind = self.__dict__["_handgrad_norm"]
         reason = self.why_not(hidden_states, w)
         if reason:
             fell_back(self, reason)
             return super().forward(hidden_states)  # type: ignore[no-any-return]
         dtype = torch.promote_types(hidden_states.dtype, w.dtype)  # transformers returns the wider of the two
-        out = functions.rms_norm(hidden_states.to(dtype), w.to(dtype), self.variance_epsilon)  # type: ignore[arg-type]
-        return _unless_observed(self, out)
+        if how.offset and dtype == torch.bfloat16:
+            dtype = torch.float32  # in which 1 + w keeps the digits of w
+        x, gain = hidden_states.to(dtype), w.to(dtype) + how.offset if how.offset else w.to(dtype)
+        if how.centered:
+            out = functions.layer_norm(x, gain, torch.zeros_like(gain), float(how.eps(self)))
+        else:
+            out = functions.rms_norm(x, gain, float(how.eps(self)))
+        return _unless_observed(self, out.to(hidden_states.dtype) if how.narrow else out)
+
+
+class NormKind(NamedTuple):
+    """What a norm of transformers computes: a centered one is LayerNorm without a bias."""
+
+    centered: bool
+    offset: float  # the gain is weight + offset
+    epsilon: str  # the name of the attribute
+    narrow: bool  # whether the result has the input's dtype whatever the weight's
+
+    def eps(self, module: Any) -> float:
+        found: float = getattr(module, self.epsilon)
+        return found
+
+
+def norm_kind(module: Any) -> NormKind | None:
+    """The kind that gives the same values as the module's own code; None if none does."""
+    epsilon = next((x for x in ("variance_epsilon", "eps") if isinstance(getattr(module, x, None), float)), None)
+    if epsilon is None or [*module._parameters] != ["weight"] or module.weight.ndim != 1 or module._modules:
+        return None
+    w = torch.linspace(-0.7, 1.9, len(module.weight))
+    x = torch.linspace(-3, 5, 3 * len(w)).cos().view(3, -1) + 0.3
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {"weight": nn.Parameter(w)}
+    with torch.no_grad():
+        expected = type(module).forward(twin, x)
+        narrow = type(module).forward(twin, x.bfloat16()).dtype == torch.bfloat16
+        for centered in (False, True):
+            normed = (x - x.mean(-1, keepdim=True) if centered else x).double()
+            normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + getattr(module, epsilon))
+            for offset in (0.0, 1.0):
+                if bool(((normed * (w + offset) - expected).abs() <= 1e-5 * (1 + expected.abs())).all()):
+                    return NormKind(centered, offset, epsilon, narrow)
+    return None
 
 
 _FORWARD = "forward", "forward_pre"
@@ -271,15 +315,21 @@ def why_not_adapter(layer: Any, name: str) -> str:
 # ── feed-forward layers ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-PLAIN, GATED = ("c_fc", "c_proj"), (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+PLAIN = ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h")
+GATED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("input_linear", "output_linear")
 
 
 def why_not_layers(module: nn.Module, activation: str) -> str:
     """Why a feed-forward module computes something else than `FeedForwardPart`; "" if it does not."""
-    layers = tuple(name for name in module._modules if name != activation)
-    if layers not in (PLAIN, (*PLAIN, "dropout"), *GATED):
+    layers = layers_of(module, activation)
+    if layers not in (*PLAIN, *GATED):
         return f"no hand-derived feed-forward layer of {', '.join(layers)}"
     return unapplied_dropout(module)
+
+
+def layers_of(module: nn.Module, activation: str) -> tuple[str, ...]:
+    """The names of its linear layers."""
+    return tuple(name for name in module._modules if name not in (activation, "dropout"))
 
 
 def unapplied_dropout(module: nn.Module) -> str:
@@ -298,18 +348,17 @@ class FeedForwardPart(Part):
         if reason:
             fell_back(self, reason)
             return super().forward(hidden_states)  # type: ignore[no-any-return]
+        *layers, last = (getattr(me, name) for name in known.layers)
+        act = getattr(me, known.attribute)
         if known.gated:
-            fused = hasattr(me, "gate_up_proj")
-            gate = me.gate_up_proj(hidden_states) if fused else me.gate_proj(hidden_states)
-            up = None if fused else me.up_proj(hidden_states)
+            gate, up = layers[0](hidden_states), layers[1](hidden_states) if len(layers) > 1 else None
             if why_not_tensors(gate, up) or (up is not None and (gate.shape, gate.dtype) != (up.shape, up.dtype)):
-                act = getattr(me, known.attribute)
                 gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-                return me.down_proj(up * act(gate))  # type: ignore[no-any-return]
-            return me.down_proj(functions.gate(gate, up, known.name))  # type: ignore[no-any-return]
-        a_7 = me.c_fc(hidden_states)
-        a_8 = getattr(me, known.attribute)(a_7) if why_not_tensors(a_7) else functions.activation(a_7, known.name)
-        out: Tensor = me.c_proj(a_8)
+                return last(up * act(gate))  # type: ignore[no-any-return]
+            return last(functions.gate(gate, up, known.name))  # type: ignore[no-any-return]
+        a_7 = layers[0](hidden_states)
+        a_8 = act(a_7) if why_not_tensors(a_7) else functions.activation(a_7, known.name)
+        out: Tensor = last(a_8)
         return me.dropout(out) if "dropout" in me._modules else out
 
 
@@ -317,8 +366,9 @@ class Activation:
     """A feed-forward module's activation as it was when the module was replaced, and our name of it."""
 
     def __init__(self, module: nn.Module):
-        self.gated = hasattr(module, "down_proj")
-        found = next((x for x in ("act_fn", "activation_fn", "act") if x in module._modules), "")
+        found = next((x for x in ("act_fn", "activation_fn", "act", "activation") if x in module._modules), "")
+        self.layers = layers_of(module, found)
+        self.gated = self.layers in GATED
         self.attribute, self.act = found, module._modules.get(found)
         self.forward = None if self.act is None else type(self.act).forward
         self.settings = self._settings(self.act)

@@ -16,18 +16,19 @@ from ..errors import HandgradError, HandgradWarning
 from ..families import FAMILIES
 from ..model.precision import check_precision, without_mixing
 from . import attention_function, parts
-from .fused_loss import CausalLMPart
+from .fused_loss import CausalLMPart, changed_logits
 from .parts import Part
 
 # Where transformers keeps the code of our families.
-MODULES = {f"transformers.models.{name}.modeling_{name}" for name in FAMILIES}
+MODULES = {f"transformers.models.{x}.modeling_{x}" for x in (name.removesuffix("_text") for name in FAMILIES)}
 KINDS = {
-    parts.LayerNorm: "norm", parts.RMSNormPart: "norm", parts.Linear: "linear", parts.Conv1DPart: "linear",
+    parts.LayerNorm: "norm", parts.NormPart: "norm", parts.Linear: "linear", parts.Conv1DPart: "linear",
     parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
 # What modules hold while replaced.
 _SETTINGS = (
-    "_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent", "_handgrad_precision",
+    "_handgrad_activation", "_handgrad_norm", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent",
+    "_handgrad_precision",
 )  # fmt: skip
 
 
@@ -156,11 +157,13 @@ def _swap_all(result: Replacement, loss: bool) -> None:
 
 
 def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -> None:
-    activation = parts.Activation(module) if part is parts.FeedForwardPart else None
+    known: dict[str, Any] = {}
+    if part is parts.FeedForwardPart:
+        known["_handgrad_activation"] = parts.Activation(module)
+    if part is parts.NormPart:
+        known["_handgrad_norm"] = parts.norm_kind(module)
     parts.swap(module, part)
-    module.__dict__.update(_handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
-    if activation is not None:
-        module.__dict__["_handgrad_activation"] = activation
+    module.__dict__.update(known, _handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
     if KINDS[part] == "norm":
         module.__dict__["_handgrad_parent"] = result.model.get_submodule(name.rpartition(".")[0])
     result.swapped[name] = module
@@ -220,8 +223,8 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
         fits = len(me.normalized_shape) == 1 and me.bias is not None
         return (parts.LayerNorm, "") if fits else (None, "not a norm over one dimension with weight and bias")
     if _of_a_family(me):
-        if kind.endswith("RMSNorm"):
-            return parts.RMSNormPart, ""
+        if kind.endswith("Norm"):
+            return (parts.NormPart, "") if parts.norm_kind(me) else (None, f"no hand-derived {kind}")
         if kind.endswith("MLP"):
             return _feed_forward(me)
         if kind.endswith(("ForCausalLM", "LMHeadModel")):
@@ -243,10 +246,11 @@ def _feed_forward(module: nn.Module) -> tuple[type[Part] | None, str]:
     found = parts.Activation(module)
     if found.act is None:
         return None, "its activation is no module: its linear layers are replaced one by one"
-    if not found.name:
-        return None, f"no hand-derived activation {type(found.act).__name__}"
-    reason = parts.why_not_layers(module, found.attribute)
-    return (None, reason) if reason else (parts.FeedForwardPart, "")
+    if reason := parts.why_not_layers(module, found.attribute):
+        return None, reason
+    return (
+        (parts.FeedForwardPart, "") if found.name else (None, f"no hand-derived activation {type(found.act).__name__}")
+    )
 
 
 def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
@@ -254,4 +258,5 @@ def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
         return None, ""
     if type(model.lm_head) is not nn.Linear:
         return None, f"the logits layer is a {type(model.lm_head).__name__}: logits and loss stay separate"
-    return CausalLMPart, ""
+    reason = changed_logits(model)
+    return (None, f"{reason}: logits and loss stay separate") if reason else (CausalLMPart, "")

@@ -43,6 +43,11 @@ class PreTrainedWrapped(Wrapped, PreTrainedModel, GenerationMixin):  # type: ign
         """The logits layer, whose weight trainers with a loss of their own multiply by the hidden states."""
         if self.handgrad_model.head.adapted:
             raise HandgradError("the logits layer has an adapter, which a product with its weight would leave out")
+        if not self.handgrad_model.logit_map.identity:
+            raise HandgradError(
+                "the logits of this model are scaled or capped, which a product with the weight of its logits layer would"
+                " leave out: compute the loss from the logits"
+            )
         return self.handgrad_model.head
 
     def generate(self, *args: Any, generation_config: Any = None, **options: Any) -> Any:

@@ -67,7 +67,11 @@ def backward(delta_g: Tensor, s: Tensor, chosen: Tensor, r: Routing) -> Tensor:
 def by_expert(chosen: Tensor, n_experts: int) -> list[Tensor]:
     """The entries of `chosen` that are each expert, by their number t·k + i: rows sorted by expert, and by token in each."""
     flat = chosen.flatten()
-    counts = torch.bincount(flat, minlength=n_experts).tolist()
+    if flat.is_meta:  # where tensors are only counted: as if all tokens had chosen the same
+        n, k = chosen.shape
+        counts = [n] * k + [0] * (n_experts - k)
+    else:
+        counts = torch.bincount(flat, minlength=n_experts).tolist()
     return list(torch.split(torch.argsort(flat, stable=True), counts))
 
 

@@ -22,3 +22,13 @@ def grad_w(delta: Tensor, ids: Tensor, n_rows: int) -> Tensor:
 def delta_one_hot(delta: Tensor, w_emb: Tensor) -> Tensor:
     """Δ_{i−1} = Δ_i w_embᵗ ∈ (n_T, n_V): the error signal of the one-hot input, if it were continuous."""
     return delta @ w_emb.t()
+
+
+def forward_scaled(ids: Tensor, w_emb: Tensor, s: float) -> Tensor:
+    """a_i = s ohe(a_{i−1}) w_emb, in models that multiply embeddings"""
+    return s * forward(ids, w_emb)
+
+
+def grad_w_scaled(delta: Tensor, ids: Tensor, n_rows: int, s: float) -> Tensor:
+    """∂w_emb = s ohe(a_{i−1})ᵗ Δ_i"""
+    return s * grad_w(delta, ids, n_rows)

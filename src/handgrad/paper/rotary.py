@@ -53,6 +53,18 @@ def delta_prev(delta: Tensor, positions: Tensor, theta: Tensor, interleaved: boo
     )
 
 
+def forward_partial(x: Tensor, positions: Tensor, theta: Tensor, interleaved: bool) -> Tensor:
+    """y_t = diag(R(t), 1) x_t: only the first w = 2 len(θ) features of a head are rotated"""
+    w = 2 * len(theta)
+    return torch.cat([forward(x[:, :w], positions, theta, interleaved), x[:, w:]], 1)
+
+
+def delta_prev_partial(delta: Tensor, positions: Tensor, theta: Tensor, interleaved: bool) -> Tensor:
+    """Δ_x = diag(R(t)ᵗ, 1) Δ_y"""
+    w = 2 * len(theta)
+    return torch.cat([delta_prev(delta[:, :w], positions, theta, interleaved), delta[:, w:]], 1)
+
+
 def permutation(d_rho: int) -> Tensor:
     """P ∈ (d_ρ, d_ρ) with x_half = P x_interleaved, hence R_half = P R_interleaved Pᵗ"""
     p = torch.zeros(d_rho, d_rho, dtype=torch.float64)
@@ -104,6 +116,12 @@ def longrope(theta: Tensor, factors: list[float]) -> Tensor:
 def longrope_attention_factor(factor: float, n_original: int) -> float:
     """m = √(1 + ln f/ln n) for f > 1"""
     return math.sqrt(1 + math.log(factor) / math.log(n_original)) if factor > 1 else 1.0
+
+
+def dynamic_base(d_rho: int, base: float, factor: float, n_context: int, n: int) -> float:
+    """The base of a sequence of n tokens: b (f n/N − f + 1)^(d_ρ/(d_ρ − 2)) beyond the context N, and b within it"""
+    grown = factor * max(n, n_context) / n_context - factor + 1
+    return base * math.pow(grown, d_rho / (d_rho - 2))
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

@@ -17,7 +17,7 @@ from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
 from ..model.config import ModelConfig, preset
 from ..model.precision import why_not_mixed
-from ..model.steps import require, require_block
+from ..model.steps import require
 from .flop import Work, flop
 from .memory import (
     BYTES,
@@ -33,6 +33,9 @@ from .outline import kinds_of_blocks, outline
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks, times
 from .update import maps_of, state_bytes, update_flop
+
+# the steps whose products and tensors are counted
+COUNTED = ("norm", "attention", "convolution", "linear", "activation", "gated", "add", "router", "experts", "mixture")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ class Plan:
     embedding: int
     final_norm: int
     logits: int
+    blocks: int  # all of them
     total: int
+    active: int  # that a token uses: k of E experts
     adapters: int
     trainable: int
 
@@ -68,7 +73,6 @@ class Plan:
     bytes_temporary: int  # buffers of the logits, of a block's backward pass, or of an update in bfloat16
     bytes_cache_per_token: int
 
-    per_conv_block: int = 0  # parameters of a block with a short convolution
     rows: int = 0  # tokens of a sequence that have a target
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
@@ -147,14 +151,11 @@ def make_plan(
         )
 
     for i in kinds_of_blocks(config):
-        steps = outline(config, i).blocks[0].steps()
-        if i in config.conv_blocks:
-            require(steps, ("norm", "linear", "convolution", "gated", "activation", "add"), "the plan")
-        else:
-            require_block(steps, "the plan")
+        require(outline(config, i).blocks[0].steps(), COUNTED, "the plan")
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
     total = sum(times(config, p) * p.count for p in sizes)
+    unused = sum(times(config, p) * (p.count - round(p.count * p.used)) for p in sizes)
     n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
     maps = maps_of(config, ranks)
@@ -177,7 +178,9 @@ def make_plan(
         embedding=of["embedding"],
         final_norm=of["final norm"],
         logits=of.get("logits", 0),
+        blocks=total - of["embedding"] - of["final norm"] - of.get("logits", 0),
         total=total,
+        active=total - unused,
         adapters=n_adapters,
         trainable=trainable,
         forward_flop=forward,
@@ -188,7 +191,6 @@ def make_plan(
         bytes_saved=bytes_saved,
         bytes_temporary=max(bytes_temporary, update - bytes_saved),
         bytes_cache_per_token=size * cached_per_token(config),
-        per_conv_block=of.get("conv block", 0),
         rows=tokens if rows is None else rows,
         ranks=ranks,
         kinds=kinds,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
 from ..ops.loss import NO_TARGET
-from .outline import LinearLayer, kinds_of_blocks, layers_of_block, linear_layers
+from .outline import LinearLayer, layers_of_block, outline
 from .parameters import Ranks
 
 Pairs = dict[int | None, int]  # (query, key) pairs of a block by its window; None: no window
@@ -55,13 +55,10 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
     """FLOP of the forward and of the backward pass. Skipped work is not counted: weight gradients of frozen layers, the
     backward pass below the lowest trainable layer, and rows without a target in the last block. What adapters compute
     twice to save memory counts once."""
-    c, last, layers = config, config.n_blocks - 1, linear_layers(config)
-    head = c.table.names["head"]
-    in_block: dict[bool, list[LinearLayer]] = {}  # by whether it is a block with a convolution
-    for i in kinds_of_blocks(c):
-        own = layers_of_block(c, i).items()
-        in_block[i in c.conv_blocks] = [layer for name, layer in own if name != head and layer.part_of is None]
-    adapted = [(layers[without_block(name)], block_of(name), rank) for name, rank in ranks.items()]
+    c, last, head = config, config.n_blocks - 1, config.table.names["head"]
+    layers = [layers_of_block(c, i) for i in range(c.n_blocks)]
+    in_block = [[x for name, x in own.items() if name != head and x.part_of is None] for own in layers]
+    adapted = [(layers[block_of(name) or 0][without_block(name)], block_of(name), rank) for name, rank in ranks.items()]
     lowest = min((i for _, i, _ in adapted if i is not None), default=c.n_blocks) if ranks else 0
     scores = c.n_heads * (c.query_width + c.value_width)  # q kᵗ and ρ v
     signals = c.n_heads * (3 * c.query_width + 2 * c.value_width)  # q kᵗ again, Δ vᵗ, ρᵗ Δ, Δ_raw k and Δ_rawᵗ q
@@ -74,14 +71,13 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         """Multiply-adds of the blocks from `first` on."""
         if first > last:
             return 0
-        total = 0
+        total, every = 0, not outline(c, last).blocks[0].leaves_rows_out
         for i in range(first, last + 1):
-            conv = i in c.conv_blocks
-            total += sum(rows(layer, i) * layer.products for layer in in_block[conv])
-            total += 0 if conv else per_pair * (work.pairs if i < last else work.row_pairs)[c.window_of(i)]
+            pairs = 0 if i in c.conv_blocks else (work.pairs if i < last or every else work.row_pairs)[c.window_of(i)]
+            total += sum(rows(layer, i) * layer.products for layer in in_block[i]) + per_pair * pairs
         return total
 
-    of_head = work.rows * layers[head].products
+    of_head = work.rows * layers[0][head].products
     branches = [rows(layer, i) * rank * (layer.f_in + layer.f_out) for layer, i, rank in adapted]  # a d, then (a d) u
     forward = blocks(0, scores) + of_head + sum(branches)
     # Δ wᵗ costs as much as a w, and so does aᵗ Δ of a trainable weight. A branch has Δ uᵗ, (Δ uᵗ) dᵗ and two gradients.
@@ -89,10 +85,9 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
     if not ranks:
         backward += blocks(lowest, 0) + of_head
     elif lowest <= last:
-        # no layer below the lowest q, k and v needs their error signal
-        reading = (layer for layer in in_block[lowest in c.conv_blocks] if layer.reads_a_2)
-        backward -= sum(rows(layer, lowest) * layer.products for layer in reading)
-        unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_a_2)
+        # no layer below the lowest q, k and v, or what is parallel to them, needs their error signal
+        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block[lowest] if layer.reads_first)
+        unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_first)
         backward -= sum(rows(layer, lowest) * rank * layer.f_in for layer, rank in unneeded)
     if recompute == "blocks":
         in_blocks = (x for x, (_, i, _) in zip(branches, adapted, strict=True) if i is not None)

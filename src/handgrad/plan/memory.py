@@ -10,11 +10,13 @@ from torch import Tensor
 from ..inference.conv_state import STRIDE
 from ..kernels import library
 from ..model.config import ModelConfig
+from ..model.layers.experts import Experts
+from ..model.layers.mlp import MLP
 from ..model.passes.arguments import Pass
 from ..model.passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, pieces_of
 from ..model.passes.readout import rows_at_once
 from ..ops.attention import spans_of
-from .outline import kinds_of_blocks, outline
+from .outline import KINDS, kinds_of_blocks, outline
 from .parameters import parameters
 
 WORKSPACE = 50_000_000  # bytes that torch's matmul library keeps allocated once it has multiplied large matrices
@@ -84,16 +86,23 @@ def temporary(
     block and of the head that are unpacked meanwhile. What a recomputed block saves does not exist while the logits do. In
     mixed precision a_8 and Δ_7 have two bytes."""
     rows = min(piece, rows_at_once(config.n_vocab, head_trains))
-    mlp = outline(config).blocks[0].mlp
-    signals = len(mlp.letters())
-    copies = signals if len(mlp.projections()) < signals else 0
-    feed_forward = (1 + (1 + signals + copies) / (2 if mixed else 1)) * config.hidden_width
+    feed_forward = max(_feed_forward(outline(config, i).blocks[0].mlp, mixed) for i in kinds_of_blocks(config))
     if config.conv_blocks:  # z, c, a_3, their error signals, and those of B, C and x twice
         feed_forward = max(feed_forward, 12 * config.d_model)
     of_block, of_head = unpacked
     recomputed = piece * max(saved_per_token(config, i, mixed) for i in kinds_of_blocks(config))
     of_head -= recomputed if recompute == "blocks" else 0
     return max(rows * config.n_vocab + of_head, piece * feed_forward + of_block) + 4 * piece * config.d_model
+
+
+def _feed_forward(mlp: MLP | Experts, mixed: bool) -> float:
+    """Numbers per token that exist at once in its backward pass; one expert, or the shared one, at a time."""
+    if isinstance(mlp, Experts):
+        parts = [*mlp.experts[:1], *([mlp.shared] if mlp.has("shared") else [])]
+        return max(_feed_forward(part, mixed) for part in parts)
+    signals = len(mlp.letters())
+    copies = signals if len(mlp.projections()) < signals else 0
+    return (1 + (1 + signals + copies) / (2 if mixed else 1)) * mlp.contract.plain().f_in
 
 
 def float32_copies(config: ModelConfig) -> int:
@@ -117,10 +126,9 @@ def largest_layer(config: ModelConfig) -> int:
     """Numbers in the gradients that exist at once when each layer is updated inside the backward pass. The gradient of a
     tied embedding exists from the first block to the last."""
     of = {
-        layer: sum(p.count for p in parameters(config) if p.layer == layer)
-        for layer in ("embedding", "block", "conv block", "logits")
+        layer: sum(p.count for p in parameters(config) if p.layer == layer) for layer in ("embedding", *KINDS, "logits")
     }
-    block = max(of["block"], of["conv block"])
+    block = max(of[kind] for kind in KINDS)
     return of["embedding"] + block if config.tied else max(of.values())
 
 

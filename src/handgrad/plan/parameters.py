@@ -1,7 +1,9 @@
 """The parameters of a model and of its adapters."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from .. import lora
@@ -13,17 +15,19 @@ from ..model.layers.linear import Affine
 from ..model.layers.taps import Taps
 from ..model.names import block_of, without_block
 from ..model.steps import Layer
-from .outline import kinds_of_blocks, linear_layers, outline
+from .outline import KINDS, kind_of, kinds_of_blocks, layers_of_block, linear_layers, outline
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A tensor of the model, or the part of one that has a symbol."""
 
-    layer: str  # "embedding", "block", "conv block", "final norm" or "logits"
+    layer: str  # "embedding", one of `KINDS`, "final norm" or "logits"
     symbol: str  # in the paper
     name: str  # in Hugging Face's files; in a block without its prefix, such as transformer.h.N
     shape: tuple[int, ...]  # of a matrix: (f_in, f_out), however it is stored
+
+    used: float = 1.0  # share that a token uses: k/E of the experts
 
     @property
     def count(self) -> int:
@@ -32,20 +36,19 @@ class Parameter:
 
 def parameters(config: ModelConfig) -> list[Parameter]:
     """All tensors, those of a block of each kind listed once. Matrices stored side by side, such as q, k and v, are
-    listed one by one."""
-    kinds = {
-        ("conv block" if i in config.conv_blocks else "block"): outline(config, i) for i in kinds_of_blocks(config)
-    }
-    model = next(iter(kinds.values()))
-    names = {id(p): without_block(name) for of in kinds.values() for name, p in of.named_parameters()}
+    listed one by one, those of all experts together: (E, f_in, f_out)."""
+    kinds = {kind_of(config, i): outline(config, i) for i in reversed(kinds_of_blocks(config))}
+    model = outline(config)
+    names = {id(p): without_block(name) for of in (model, *kinds.values()) for name, p in of.named_parameters()}
     rows = [
         Parameter("embedding", symbol, names[id(p)], tuple(p.shape))
         for symbol, table in model.tables().items()
         for p in table.parameters()
     ]
-    for kind, of in kinds.items():
-        for number, layer in of.blocks[0].numbered().items():
+    for kind in [kind for kind in KINDS if kind in kinds]:
+        for number, layer in kinds[kind].blocks[0].numbered().items():
             rows += _parameters_of(kind, number, layer, names)
+    rows = _stacked(config, rows)
     rows += _parameters_of("final norm", "10", model.final_norm, names)
     listed = [p for p in _parameters_of("logits", "11", model.head, names) if not (config.tied and p.symbol == "w_11")]
     return rows + listed
@@ -53,8 +56,22 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 def times(config: ModelConfig, p: Parameter) -> int:
     """How many blocks have this parameter; 1 outside the blocks."""
-    conv = len(config.conv_blocks)
-    return {"block": config.n_blocks - conv, "conv block": conv}.get(p.layer, 1)
+    kinds = Counter(kind_of(config, i) for i in range(config.n_blocks))
+    return kinds.get(p.layer, 1)
+
+
+def _stacked(config: ModelConfig, rows: list[Parameter]) -> list[Parameter]:
+    """The same with the experts' tensors of one name as one."""
+    found: dict[str, Parameter] = {}
+    for p in rows:
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", p.name)
+        if name == p.name:
+            found[p.layer + p.symbol + name] = p
+        elif name not in found:
+            assert config.n_experts is not None and config.experts_per_token is not None
+            symbol, used = p.symbol.rpartition("_")[0], config.experts_per_token / config.n_experts
+            found[name] = replace(p, symbol=f"{symbol}_e", name=name, shape=(config.n_experts, *p.shape), used=used)
+    return list(found.values())
 
 
 def _parameters_of(place: str, number: str, layer: Layer, names: dict[int, str]) -> list[Parameter]:
@@ -107,11 +124,11 @@ def target_ranks(config: ModelConfig, rank: int, targets: str | Sequence[str]) -
 
 def adapter_parameters(config: ModelConfig, ranks: Ranks) -> int:
     """Number of parameters of the factors: r (f_in + f_out) for each layer"""
-    layers = linear_layers(config)
     total = 0
     for name, rank in ranks.items():
-        layer = layers.get(without_block(name))
-        if layer is None or (block_of(name) or 0) >= config.n_blocks:
+        i = block_of(name) or 0
+        layer = layers_of_block(config, i).get(without_block(name)) if i < config.n_blocks else None
+        if layer is None:
             raise HandgradError(f"the model has no linear layer {name}: the adapter belongs to another model")
         total += rank * (layer.f_in + layer.f_out)
     return total

@@ -131,7 +131,8 @@ class _Trial:
         ranks: dict[str, int] = {}
         for name, rank in plan.ranks.items():
             inside = without_block(name)
-            layer = linear_layers(plan.config)[inside].part_of or inside  # the model has one adapter for all parts
+            its = linear_layers(plan.config)[inside]
+            layer = its.part_of or inside  # the model has one adapter for all parts
             ranks[layer] = max(rank, ranks.get(layer, 0))
         if ranks:  # blocks of some kinds may have none of the layers
             own = {without_block(path) for path in lora.layers_of(self.model)}

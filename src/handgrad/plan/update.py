@@ -1,13 +1,14 @@
 """The update of a planned step: what the optimizer stores, and what Muon multiplies."""
 
 from collections import Counter
+from math import prod
 
 from .. import optim
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
 from ..optim.muon import OPTIONS
-from .outline import linear_layers
-from .parameters import Ranks, parameters
+from .outline import KINDS, layers_of_block
+from .parameters import Ranks, parameters, times
 
 Maps = Counter[tuple[int, ...]]  # how many linear maps have a shape, (f_in, f_out)
 
@@ -15,11 +16,15 @@ Maps = Counter[tuple[int, ...]]  # how many linear maps have a shape, (f_in, f_o
 def maps_of(config: ModelConfig, ranks: Ranks) -> Maps:
     """The linear maps in the blocks that train: of all weights or, with `ranks`, of the adapters' factors."""
     if not ranks:
-        shapes = [p.shape for p in parameters(config) if p.layer == "block" and len(p.shape) == 2]
-        return Counter(shapes * config.n_blocks)
-    layers, found = linear_layers(config), Maps()
+        every = Maps()
+        for p in parameters(config):
+            if p.layer in KINDS and len(p.shape) > 1:  # those of all experts have a third size, their number
+                every[p.shape[-2:]] += times(config, p) * prod(p.shape[:-2])
+        return every
+    found = Maps()
     for name, rank in ranks.items():
-        if block_of(name) is not None:
+        if (i := block_of(name)) is not None:
+            layers = layers_of_block(config, i)
             layer = layers[without_block(name)]
             widths = [part.f_out for part in layers.values() if part.part_of == without_block(name)] or [layer.f_out]
             found.update([(layer.f_in, rank), *((rank, width) for width in widths)])

@@ -23,6 +23,7 @@ from ..ops.linear import FEW_ROWS
 from ..tolerances import ENTRY_FLOOR, NORM_FLOOR, TOLERANCE
 from .paths import PASSES, SMALL_MODEL, Batch, Outcome, Path, example_paths, generation_paths, training_paths
 from .recorded_steps import Inside, RecordedSteps
+from .reference import reference_logits
 from .reference_model import Part, ReferenceModel
 from .rounding import MARGIN, SAMPLES, rounder
 from .tensor_errors import TensorErrors
@@ -56,7 +57,8 @@ def mixed_paths(model: GPT, batch: Batch, reference: ReferenceModel, seed: int) 
 
     def passes() -> Iterator[Sequence[Part]]:
         for parts in zip(reference.parts(), *(reference.parts(change) for _ in range(SAMPLES)), strict=True):
-            logits.extend(torch.log_softmax(part.values["a_12"], 1) for part in parts if "a_12" in part.values)
+            found_12 = (part.values["a_12"] for part in parts if "a_12" in part.values)
+            logits.extend(torch.log_softmax(reference_logits(x, reference.choices), 1) for x in found_12)
             yield parts
 
     for name, error, explained in found.errors(passes(), {"deltas": NORM_FLOOR, "grads": NORM_FLOOR}, norm=True):

@@ -25,6 +25,7 @@ from ..ops import packed
 from ..ops.loss import NO_TARGET
 from ..optim import OptimizerInBackward
 from ..tolerances import ENTRY_FLOOR, LOSS_FLOOR, NORM_FLOOR, SUM_TOLERANCE, TOLERANCE
+from .reference import reference_logits
 from .reference_model import ReferenceModel
 from .rounding import MARGIN
 from .tensor_errors import TensorErrors
@@ -273,7 +274,7 @@ def _logits_of_rounded(model: GPT, reference: ReferenceModel) -> Tensor:
         return seen[name]
 
     reference.loss(visit)
-    return seen["a_12"]
+    return reference_logits(seen["a_12"], reference.choices)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from .reference import (
     Change,
     block_weights,
     convolved,
+    reference_logits,
     reference_norm,
     scores,
     turned,
@@ -181,7 +182,8 @@ class RecordedSteps:
             inputs = [steps.read(f"blocks.{i}.{name}") for name in step.inputs]
             outputs, layers = [f"blocks.{i}.{name}" for name in step.outputs], list(step.layers.values())
             if step.kind == "attention":
-                self._attention(i, block, inputs[0], steps, inside)
+                projected = self._projected(block, inputs[0], again.get(step.inputs[0]), inside)
+                self._attention(i, block, projected, steps, inside)
             elif step.kind == "linear":
                 before = again.get(step.inputs[0])
                 results = torch.cat([inside.affine(layer, inputs[0], before) for layer in layers], 1)
@@ -192,7 +194,7 @@ class RecordedSteps:
             elif step.kind == "norm":
                 steps.write(outputs[0], reference_norm(inputs[0], weight_and_bias(layers[0]), c.norm, c.eps))
             elif step.kind == "add":
-                steps.write(outputs[0], inputs[0] + inputs[1])
+                steps.write(outputs[0], inputs[0] + step.scale * torch.stack(inputs[1:]).sum(0))
             elif step.kind in ("router", "experts"):
                 steps.write(outputs[0], self._mixture(step.kind, block.mlp, inputs, inside))
             elif step.kind == "mixture":
@@ -203,14 +205,21 @@ class RecordedSteps:
                 again[step.outputs[0]] = steps.values[outputs[0]]
         return steps.part(self.layers.parameters(i, block))
 
-    def _attention(self, i: int, block: Block, a_2: Tensor, steps: _Steps, inside: Inside) -> None:
-        """a_2 → what the layers of q, k and v compute; that → q, k, v, normalized and rotated; those → a_3. As in the heads,
+    @staticmethod
+    def _projected(block: Block, a_2: Tensor, before: Tensor | None, inside: Inside) -> list[Tensor]:
+        """a_2 → what the layers of q, k and v compute, all heads side by side"""
+        found: list[Tensor] = []
+        for layer in block.attn.projections():
+            out = inside.affine(layer, a_2, before)
+            found += [x.flatten(1) for x in layer.plain().split(out)] if layer.plain().parts else [out]
+        return found
+
+    def _attention(self, i: int, block: Block, projected: list[Tensor], steps: _Steps, inside: Inside) -> None:
+        """What the layers of q, k and v compute → q, k, v, normalized and rotated; those → a_3. As in the heads,
         the softmax's backward pass is Δ_ρ ∘ ρ − ρ ∘ (Δ_3 ⊖ a_3) of the rounded a_3 and Δ_3."""
         here, c, weights = f"blocks.{i}.", self.reference.choices, block_weights(block, self.config)
-        x = torch.cat([inside.affine(y, a_2, steps.values[here + "a_2"]) for y in block.attn.projections()], 1)
         heads: dict[str, Tensor] = {}
-        projected = zip("qkv", block.attn.projected(), self._split(x, [here + y for y in "qkv"]), strict=True)
-        for letter, name, part in projected:
+        for letter, name, part in zip("qkv", block.attn.projected(), projected, strict=True):
             steps.write(f"{here}a_{name}", part)
             del steps.values[f"{here}a_{name}"]  # recorded is what comes of it: q, k and v
             own = torch.split(steps.read(f"{here}a_{name}", part), [*self.reference.lengths])
@@ -276,7 +285,9 @@ class RecordedSteps:
         part = steps.part(parameters)
         if logits:
             part.values["a_12"], part.deltas["delta_11"] = torch.cat(logits, 1), delta_11
-        end = differentiate(lambda x, _: reference.objective(x), self.seen["a_12"].double())
+        end = differentiate(
+            lambda x, _: reference.objective(reference_logits(x, reference.choices)), self.seen["a_12"].double()
+        )
         part.values["loss"], part.deltas["delta_12"] = end.out, end.delta
         return part
 
@@ -292,5 +303,5 @@ class RecordedSteps:
             total = rounded(delta_12).T @ self.seen["a_11"].double()
         for table, ids in zip(model.tables().values(), (self.reference.ids, self.reference.positions), strict=False):
             if p is table.weight:
-                total = total + looked_up(ids, self.seen["blocks.0.delta_1"].double(), rows)
+                total = total + table.scale * looked_up(ids, self.seen["blocks.0.delta_1"].double(), rows)
         return total

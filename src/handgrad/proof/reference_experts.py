@@ -79,7 +79,7 @@ def gates_of(scores: Tensor, chosen: Tensor, r: Routing) -> Tensor:
 def outputs(a: Tensor, chosen: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """(n, k·d): the outputs of each token's experts side by side, from the rows of one expert after another"""
     found = a.new_zeros(*chosen.shape, a.shape[1])
-    for e in chosen.unique().tolist():
+    for e in torch.unique(chosen).tolist():
         where = (chosen == e).nonzero(as_tuple=True)
         found = found.index_put(where, expert(e, a[where[0]]))
     return found.flatten(1)

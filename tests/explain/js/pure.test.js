@@ -170,17 +170,33 @@ test("the box of the tour avoids its subject", () => {
 
 test("the map connects its rows, and open blocks have two skip connections on each side", () => {
   const rows = [
-    { y: 10, id: "a_1", block: null }, { y: 20, id: "a_1", block: 0, top: true }, { y: 40, id: "blocks.0.a_5", block: 0 },
-    { y: 60, id: "blocks.0.a_10", block: 0 }, { y: 80, id: "a_11", block: null },
+    { y: 10, id: "a_1", block: null }, { y: 20, id: "a_1", block: 0, top: true }, { y: 30, id: "blocks.0.a_4", block: 0 },
+    { y: 40, id: "blocks.0.a_5", block: 0 }, { y: 50, id: "blocks.0.a_9", block: 0 }, { y: 60, id: "blocks.0.a_10", block: 0 }, { y: 80, id: "a_11", block: null },
   ];
-  const lengths = { a_1: 1, "blocks.0.a_5": 2, "blocks.0.a_10": 4, a_11: 8 };
-  const stations = [{ id: "blocks.0.a_5", kind: "add", block: 0, skips_from: null }, { id: "blocks.0.a_10", kind: "add", block: 0, skips_from: "blocks.0.a_5" }];
+  const lengths = { a_1: 1, "blocks.0.a_4": 1, "blocks.0.a_5": 2, "blocks.0.a_9": 3, "blocks.0.a_10": 4, a_11: 8 };
+  const stations = [
+    { id: "blocks.0.a_5", kind: "add", block: 0, reads: [null, "blocks.0.a_4"] },
+    { id: "blocks.0.a_10", kind: "add", block: 0, reads: ["blocks.0.a_5", "blocks.0.a_9"] },
+  ];
+  stations.push({ id: "blocks.0.a_4", kind: "linear", block: 0, reads: [null] }, { id: "blocks.0.a_9", kind: "linear", block: 0, reads: ["blocks.0.a_5"] });
   const lines = mapLines(rows, 300, lengths, lengths, "both", stations);
   const number_ = (kind, part) => lines.filter((line) => line.kind === kind && line.part === part).length;
-  assert.deepEqual([number_("forward", "skip"), number_("backward", "skip"), number_("forward", "flow"), number_("backward", "tip")], [2, 2, 4, 4]);
+  assert.deepEqual([number_("forward", "skip"), number_("backward", "skip"), number_("forward", "flow"), number_("backward", "tip")], [2, 2, 6, 6]);
   assert.ok(mapLines(rows, 300, lengths, lengths, "a", stations).every((line) => line.kind === "forward"));
-  assert.equal(joints(rows, 300, "both").length, 10);
+  assert.equal(joints(rows, 300, "both").length, 14);
   assert.ok(widths([1, 10, null])(10) > widths([1, 10, null])(1) && widths([1])(null) === 0);
+});
+
+test("the map draws branches side by side past each other", () => {
+  const row = (id, i) => ({ y: 10 * i, id: `blocks.0.${id}`, block: 0 });
+  const rows = [{ y: 0, id: "a_1", block: 0, top: true }, ...["a_2", "a_4", "a_9", "a_10"].map((id, i) => row(id, i + 1))];
+  const of = (id, kind, ...reads) => ({ id: `blocks.0.${id}`, kind, block: 0, reads: reads.map((x) => x && `blocks.0.${x}`) });
+  const stations = [of("a_2", "norm", null), of("a_4", "linear", "a_2"), of("a_9", "linear", "a_2"), of("a_10", "add", null, "a_4", "a_9")];
+  const lengths = Object.fromEntries(rows.map(({ id }) => [id, 1]));
+  const lines = mapLines(rows, 300, lengths, lengths, "a", stations);
+  const starts = (part) => lines.filter((line) => line.part === part).map((line) => Number(/M\d+ (\d+)/.exec(line.d)?.[1]));
+  assert.deepEqual(starts("flow"), [5, 15, 35]); // nothing leads from a_4 to a_9
+  assert.deepEqual(starts("skip").sort(), [0, 10, 20]);
 });
 
 test("tables become CSV, and tensors lines of Python", () => {

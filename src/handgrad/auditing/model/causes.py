@@ -31,6 +31,7 @@ from .mistakes import (
     from_other_rows,
     into_other_rows,
     layer_mistakes,
+    logit_mistakes,
     norm_mistakes,
     norm_terms,
     parts_of_sequences,
@@ -92,8 +93,11 @@ class Suspects:
         if step.kind == "convolution":
             return Causes(mistakes=convolution_mistakes(block.conv, [a(x) for x in step.inputs], self.batch.lengths))
         if step.kind == "add":
-            stream, branch = step.inputs
-            return Causes(terms={"the residual connection": a(stream), f"the {steps.branch(branch)} branch": a(branch)})
+            stream, *branches = step.inputs
+            terms = {f"the {steps.branch(x)} branch": step.scale * a(x) for x in branches}
+            unscaled = a(stream) + sum(a(x) for x in branches)
+            mistakes = {"what the branch adds were not scaled": unscaled} if step.scale != 1 else {}
+            return Causes({"the residual connection": a(stream), **terms}, mistakes)
         layer = steps.layer_of(name)
         if layer is None:
             return Causes(mistakes=activation_mistakes(block.mlp, a))
@@ -103,30 +107,32 @@ class Suspects:
 
     def _embedding_terms(self) -> dict[str, Tensor]:
         ours = self.subject.ours
-        terms = {"the tokens' embeddings": ours.embed.w.detach()[self.batch.tokens]}
+        terms = {"the tokens' embeddings": ours.embed.scale * ours.embed.w.detach()[self.batch.tokens]}
         if ours.has("positions"):
             at = torch.cat([torch.arange(n) for n in self.batch.lengths])
             terms["the positions' embeddings"] = ours.positions.w.detach()[at]
         return terms
 
     def _embedding_mistakes(self) -> dict[str, Tensor]:
-        """Learned positions that count the padding before a sequence, or from 1."""
+        """Embeddings that are not scaled; learned positions that count the padding before a sequence, or from 1."""
         ours, n = self.subject.ours, self.batch.shape[1]
         if not ours.has("positions") or n > len(ours.positions.w):
-            return {}
+            alone = ours.embed.w.detach()[self.batch.tokens]
+            return {"the embeddings were not scaled": alone} if ours.embed.scale != 1 else {}
         found = {}
         if self.batch.padded:
             name = "positions counted the padding before a sequence: give position_ids"
             found[name] = torch.arange(n).repeat(self.batch.shape[0])
         if n < len(ours.positions.w):
             found["positions were counted from 1, not from 0"] = self.batch.positions.flatten() + 1
-        tokens, positions = ours.embed.w.detach()[self.batch.tokens], ours.positions.w.detach()
+        tokens, positions = ours.embed.scale * ours.embed.w.detach()[self.batch.tokens], ours.positions.w.detach()
         return {name: tokens + positions[self._rows(at)] for name, at in found.items()}
 
     def of_loss(self) -> Causes:
         """Causes of a wrong loss with right activations."""
         mistakes = self._averaged(lambda x: torch.tensor(x.loss, dtype=torch.float64))
         shifted = self._unshifted()
+        mistakes |= logit_mistakes(self.subject.ours, self._values("a_11")("a_11", padded=True), self.batch)
         mistakes["the labels were not shifted: every token is its own target"] = torch.tensor(
             shifted, dtype=torch.float64
         )
@@ -148,44 +154,63 @@ class Suspects:
             return Causes(mistakes=self._averaged(lambda x: x.signals[point]), scales=scales)
         i, block, steps, name = place
         a, d, readers = self._values(point), self._signals(point), steps.readers(name)
-        if "norm" in readers:
-            return Causes(self._stream_terms(steps, name, a, d), scales=scales)
         if not readers and i == self.subject.config.n_blocks - 1:
             terms = norm_terms(self.subject.ours.final_norm, a(name), self._signals("a_11")("a_11"), "readout")
             return Causes(terms, scales=scales)
-        if "attention" in readers:
-            delta_3 = d(readers["attention"].outputs[0], padded=True)
+        if len(readers) != 1:
+            return Causes(self._sent(place, a, d), scales=scales)
+        (step,) = readers
+        if step.kind == "norm":
+            branch = "attention" if steps.reader(step.outputs[0], "attention") else "norm"
+            return Causes(norm_terms(_norm_of(step), a(name), d(step.outputs[0]), branch), scales=scales)
+        if step.kind == "add":  # else the branch has the signal of the sum
+            unscaled = {"what the branch adds were not scaled": d(step.outputs[0])}
+            return Causes(mistakes=unscaled, scales={**scales, "the scale of a branch": step.scale})
+        if step.kind == "attention":
+            delta_3 = d(step.outputs[0], padded=True)
             mistakes, fitted = self._heads(i, lambda found: self._rows(found.delta_2), delta_3, d(name))
             return Causes(mistakes=mistakes, scales=scales, fitted=fitted)
-        if "linear" in readers:
-            step = readers["linear"]
-            if len(step.layers) < len(step.outputs):
-                return Causes(scales=scales)
-            names = [*step.layers] if len(step.layers) > 1 else [""]
-            signals = [d(steps.joined(x)) for x in step.outputs]
-            layers = [steps.layer_of(x) for x in step.outputs]
-            return Causes(
-                backward_terms(dict(zip(names, zip(layers, signals, strict=True), strict=True))), scales=scales
-            )
-        if "convolution" in readers:
-            gates, delta_3 = [a(x) for x in readers["convolution"].inputs], d(readers["convolution"].outputs[0])
-            which = readers["convolution"].inputs.index(name)
-            return Causes(
-                mistakes=convolution_slopes(block.conv, gates, delta_3, self.batch.lengths)[which], scales=scales
-            )
-        if "activation" in readers or "gated" in readers:
-            (step,) = readers.values()
-            return Causes(*slope_causes(block.mlp, name, a, d(step.outputs[0])), scales)
-        return Causes(scales=scales)
+        if step.kind == "linear":
+            return Causes(self._products(steps, step, d), scales=scales)
+        if step.kind == "convolution":
+            gates, delta_3 = [a(x) for x in step.inputs], d(step.outputs[0])
+            slopes = convolution_slopes(block.conv, gates, delta_3, self.batch.lengths)
+            return Causes(mistakes=slopes[step.inputs.index(name)], scales=scales)
+        return Causes(*slope_causes(block.mlp, name, a, d(step.outputs[0])), scales)
 
     @staticmethod
-    def _stream_terms(steps: BlockSteps, name: str, a: Read, d: Read) -> dict[str, Tensor]:
-        """Of the error signal of what a norm reads: the norm's terms, and the residual connection's if there is one."""
-        readers = steps.readers(name)
-        norm, joined = readers["norm"], readers.get("add")
-        branch = "norm" if joined is None else steps.branch(joined.inputs[1])
-        terms = norm_terms(_norm_of(norm), a(name), d(norm.outputs[0]), branch)
-        return terms if joined is None else {"the residual connection": d(joined.outputs[0]), **terms}
+    def _products(steps: BlockSteps, step: Step, d: Read, branch: str = "") -> dict[str, Tensor]:
+        """What the linear layers of a step send back; nothing if one layer has several outputs."""
+        if len(step.layers) < len(step.outputs):
+            return {}
+        names = [*step.layers] if len(step.layers) > 1 else [branch]
+        parts = ((steps.layer_of(x), d(steps.joined(x))) for x in step.outputs)
+        return backward_terms(dict(zip(names, parts, strict=True)))
+
+    def _sent(self, place: Place, a: Read, d: Read) -> dict[str, Tensor]:
+        """What each of several steps that read an activation sends back."""
+        i, block, steps, name = place
+        found: dict[str, Tensor] = {}
+        for step in steps.readers(name):
+            if step.kind == "add":
+                found = {"the residual connection": d(step.outputs[0]), **found}
+            elif step.kind == "norm":
+                reader = steps.readers(step.outputs[0])[0]
+                branch = "attention" if reader.kind == "attention" else "feed-forward"
+                found |= norm_terms(_norm_of(step), a(name), d(step.outputs[0]), branch)
+            elif step.kind == "attention":
+                read, delta_3 = a(name, padded=True), d(step.outputs[0], padded=True)
+                right = heads.right_choices(self.subject.config, i)
+                made = heads.compute(block, self.subject.config, self.batch, read, right, delta_3)
+                found["the attention branch"] = self._rows(made.delta_2)
+            else:
+                signals = [d(x) for x in step.outputs]
+                fused = len(step.layers) < len(signals)
+                deltas = [torch.cat(signals, 1)] if fused else signals
+                layers = [x for x in step.layers.values() if isinstance(x, Affine)]
+                sent = [x @ layer.effective_weight().t() for layer, x in zip(layers, deltas, strict=True)]
+                found["the feed-forward branch"] = torch.stack(sent).sum(0)
+        return found
 
     # ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -227,7 +252,7 @@ class Suspects:
         """A weight's gradient from rows that do not belong together; those of q, k and v are in `heads.py`."""
         ours, batch = self.subject.ours, self.batch
         if name == self._embed_name():
-            signal = self._signals("blocks.0.")(self.steps[0].input, padded=True)
+            signal = ours.embed.scale * self._signals("blocks.0.")(self.steps[0].input, padded=True)
             found = into_other_rows(ours.embed.w.detach(), batch.inputs["input_ids"], signal)
             if not self.subject.config.tied:
                 return found
@@ -248,7 +273,7 @@ class Suspects:
 
     def _head_from_other_rows(self) -> dict[str, Tensor]:
         a_11, head = self._values("a_11")("a_11", padded=True), self.subject.ours.head
-        delta_12 = delta_of_logits(head, a_11, self.batch)
+        delta_12 = delta_of_logits(self.subject.ours, a_11, self.batch)
         return from_other_rows(head.plain(), a_11, delta_12, self.batch.shape)
 
     @staticmethod
@@ -273,7 +298,8 @@ class Suspects:
         embed = self.subject.ours.embed
         kept = self.batch.tokens != self.subject.padding_row
         part = torch.zeros_like(embed.w)
-        part.index_add_(0, self.batch.tokens[kept], self.right.signals[f"blocks.0.{self.steps[0].input}"][kept])
+        delta_1 = self.right.signals[f"blocks.0.{self.steps[0].input}"]
+        part.index_add_(0, self.batch.tokens[kept], embed.scale * delta_1[kept])
         return {"the embedding's part": part, "the head's part": self.right.grads[self._embed_name()] - part}
 
     def _embed_name(self) -> str:

@@ -73,7 +73,7 @@ def without_padding_row(
     if not len(used) or name not in grads:
         return grads
     changed = grads[name].clone()
-    changed[subject.padding_row] -= delta_1[used].sum(0)
+    changed[subject.padding_row] -= subject.ours.embed.scale * delta_1[used].sum(0)
     return {**grads, name: changed}
 
 

@@ -30,6 +30,7 @@ class Heads:
     see_padding: bool = False
     turns: tuple[int, int] = (0, 0)  # how often queries and keys are rotated
     layout: str = "halves"  # which features are rotated together: "pairs" of neighbors; "mixed": by the halves' angles
+    table: int = 0  # of frequencies
     grouped: bool = True  # neighboring queries share a key; False: queries h, h + kv, h + 2 kv, …
     bypassed: tuple[str, ...] = ()  # projections without their adapter
     detached: str = ""  # letters of q, k and v without a gradient
@@ -57,7 +58,9 @@ def right_choices(config: ModelConfig, i: int) -> Heads:
     turns = (1, 1) if config.rotated_block(i) else (0, 0)
     scale = 1 / math.sqrt(config.query_width) if config.attention_scale is None else config.attention_scale
     window = config.window_of(i)
-    return Heads(scale, config.causal, window=window, turns=turns, cap=config.score_cap, sinks=config.sinks)
+    layout, table = "pairs" if config.rotary_neighbors else "halves", config.rotary_table_of(i)
+    heads = Heads(scale, config.causal, window=window, turns=turns, layout=layout, table=table)
+    return replace(heads, cap=config.score_cap, sinks=config.sinks)
 
 
 def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> dict[str, Heads]:
@@ -98,7 +101,14 @@ def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> d
         for size, late in (("large", 1), ("small", -1)):
             found[f"the keys' positions were one too {size}, relative to the queries'"] = replace(right, late=late)
         for by, layout in ((", not those of the two halves", "pairs"), (" by the angles of the two halves", "mixed")):
-            found[f"neighboring features were rotated{by}"] = replace(right, layout=layout)
+            if right.layout == "halves":
+                found[f"neighboring features were rotated{by}"] = replace(right, layout=layout)
+        if right.layout == "pairs":
+            found["features of the two halves were rotated, not neighboring ones"] = replace(right, layout="halves")
+        for other in range(len(config.rotary_tables())):
+            if other != right.table:
+                where = "without a window" if other == 0 else "with a window"
+                found[f"the frequencies were those of blocks {where}"] = replace(right, table=other)
     elif config.positions == "rotary":
         found["queries and keys were rotated, which this block does not do"] = replace(right, turns=(1, 1))
     if config.kv_heads not in (1, config.n_heads):
@@ -183,9 +193,9 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
     heads = [config.n_heads, config.kv_heads, config.kv_heads]
     q, k, v = (x.view(sequences * n, h, -1) for x, h in zip(projected, heads, strict=True))
     if config.qk_norm:
-        q = q if "q" in c.unnormed else _rms(q, attn.q_norm.weight, config.eps)
-        k = k if "k" in c.unnormed else _rms(k, attn.k_norm.weight, config.eps)
-    rotations = (_rotation(config, batch, c.layout, late) for late in (0, c.late))
+        q = q if "q" in c.unnormed else _rms(q, attn.q_norm.gain, config.eps)
+        k = k if "k" in c.unnormed else _rms(k, attn.k_norm.gain, config.eps)
+    rotations = (_rotation(config, batch, c, late) for late in (0, c.late))
     q, k = (_times(*given) for given in zip(rotations, (q, k), c.turns, strict=True))
     # the value of each with the gradient of another
     q, k, v = (
@@ -224,19 +234,27 @@ def _project(layer: Affine, a: Tensor, bypassed: bool, away: int) -> Tensor:
 
 
 def _rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+    """(n, h, d_ρ), of every head or, with a wider gain, of all together"""
+    rows = x if len(w) == x.shape[2] else x.flatten(1)
+    return (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * w).view_as(x)
 
 
-def _rotation(config: ModelConfig, batch: AuditBatch, layout: str, late: int) -> Callable[[Tensor, int], Tensor]:
+def _rotation(config: ModelConfig, batch: AuditBatch, choices: Heads, late: int) -> Callable[[Tensor, int], Tensor]:
     if config.positions != "rotary":
         return lambda x, sign: x
-    theta, factor = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling, torch.float64)
+    table, width, layout = config.rotary_tables()[choices.table], config.rotary_width_of_head, choices.layout
+    limit = table.scaling.original_max_position_embeddings
+    long = table.scaling.rope_type == "longrope" and limit is not None and max(batch.lengths) > limit
+    theta, factor = rotary.frequencies(width, table.base, table.scaling, torch.float64, long=long)
     cos, sin = (x[:, None] for x in rotary.angles(batch.placed.flatten() + late, theta, factor))
 
     def rotate(x: Tensor, sign: int) -> Tensor:
+        return torch.cat((turned(x[..., :width], sign), x[..., width:]), -1) if width < x.shape[-1] else turned(x, sign)
+
+    def turned(x: Tensor, sign: int) -> Tensor:
         if layout == "mixed":
-            turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
-            return x * torch.cat((cos, cos), -1) + sign * turned * torch.cat((sin, sin), -1)
+            across = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+            return x * torch.cat((cos, cos), -1) + sign * across * torch.cat((sin, sin), -1)
         first, second = (x[..., 0::2], x[..., 1::2]) if layout == "pairs" else x.chunk(2, -1)
         pair = first * cos - sign * second * sin, second * cos + sign * first * sin
         return torch.stack(pair, -1).flatten(-2) if layout == "pairs" else torch.cat(pair, -1)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ...lora.layer import LoRA
+from ...model.gpt import GPT
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine, Linear
 from ...model.layers.mlp import MLP
 from ...model.layers.norms import Norm
@@ -37,11 +39,12 @@ def _normalized(norm: Norm, a: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def norm_mistakes(norm: Norm, a: Tensor) -> dict[str, Tensor]:
     a_bar, _ = _normalized(norm, a)
-    w, b = norm.weight, getattr(norm, "bias", None)
+    w, b = norm.gain, getattr(norm, "bias", None)
     bias = 0.0 if b is None else b
+    other = "1 were not added to the gain" if norm.offset else "1 were added to the gain"
     return {
         "the gain were left out": a_bar + bias,
-        "1 were added to the gain": a_bar * (1 + w) + bias,
+        other: a_bar * (w - 1 if norm.offset else 1 + w) + bias,
         "the norm were left out": a,
         **({"the bias were left out": a_bar * w} if b is not None else {}),
     }
@@ -51,7 +54,7 @@ def norm_mistakes(norm: Norm, a: Tensor) -> dict[str, Tensor]:
 def norm_terms(norm: Norm, a: Tensor, delta: Tensor, branch: str) -> dict[str, Tensor]:
     """The terms of a norm's backward pass: 1/σ · (w ∘ Δ − mean(w ∘ Δ) − ā mean(w ∘ Δ ∘ ā)); RMSNorm has no second one."""
     a_bar, inverse = _normalized(norm, a)
-    g = delta * norm.weight
+    g = delta * norm.gain
     direct, along = inverse * g, -inverse * a_bar * (g * a_bar).mean(-1, keepdim=True)
     terms = {"the norm's direct term": direct, "the norm's term of the variance": along}
     whole = direct + along
@@ -65,7 +68,7 @@ def norm_terms(norm: Norm, a: Tensor, delta: Tensor, branch: str) -> dict[str, T
 
 
 @torch.no_grad()
-def activation_mistakes(mlp: MLP, a: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def activation_mistakes(mlp: MLP | Experts, a: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """What known mistakes would have made of a_8."""
     if not mlp.gated:
         kinds = [g for g in ("gelu", "gelu_tanh", "relu") if g != mlp.g]
@@ -81,7 +84,7 @@ def activation_mistakes(mlp: MLP, a: Callable[[str], Tensor]) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def slope_causes(mlp: MLP, point: str, a: Callable[[str], Tensor], delta_8: Tensor) -> Both:
+def slope_causes(mlp: MLP | Experts, point: str, a: Callable[[str], Tensor], delta_8: Tensor) -> Both:
     """Causes of a wrong Δ_7, Δ_gate or Δ_up, from Δ_8 and what the activation function read."""
     if point == "a_up":
         gate = a("a_gate")
@@ -198,14 +201,28 @@ def into_other_rows(w: Tensor, ids: Tensor, delta: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def delta_of_logits(head: Affine, a_11: Tensor, batch: AuditBatch) -> Tensor:
+def delta_of_logits(model: GPT, a_11: Tensor, batch: AuditBatch) -> Tensor:
     """Δ_12 = (y_pred − y_gt) / number of targets (B · T, V), 0 where there is no target"""
     chosen = loss.rows_with_target(batch.targets)
     rows = batch.rows.nonzero().flatten()[chosen]
-    logits = head.forward(a_11[rows])
+    logits = model.logit_map.forward(model.head.forward(a_11[rows]))
     delta = logits.new_zeros(len(a_11), logits.shape[1])
-    delta[rows] = loss.forward_and_delta(logits, batch.targets[chosen], 1 / batch.n_targets)[1]
+    of_map = loss.forward_and_delta(logits.clone(), batch.targets[chosen], 1 / batch.n_targets)[1]
+    delta[rows] = model.logit_map.backward(of_map, logits)
     return delta
+
+
+@torch.no_grad()
+def logit_mistakes(model: GPT, a_11: Tensor, batch: AuditBatch) -> dict[str, Tensor]:
+    """The loss if the logits were not scaled, or not capped; a_11 (B · T, d)."""
+    chosen, right = loss.rows_with_target(batch.targets), model.logit_map
+    a_12, found = model.head.forward(a_11[batch.rows.nonzero().flatten()[chosen]]), {}
+    if right.scale != 1:
+        found["the logits were not scaled"] = right._replace(scale=1.0)
+    if right.cap is not None:
+        found["the logits were not capped"] = right._replace(cap=None)
+    targets, n = batch.targets[chosen], batch.n_targets
+    return {name: loss.forward(x.forward(a_12.clone()), targets) / n for name, x in found.items()}
 
 
 @torch.no_grad()

@@ -23,7 +23,9 @@ KINDS = (
 WHAT = {
     "norm_1": "the first norm's output", "attention": "the heads' output", "projection": "the attention's output",
     "convolution": "the gated convolution's output", "out_projection": "the convolution branch's output",
-    "skip_5": "the stream after attention", "norm_5": "the second norm's output", "expand": "the expanded features",
+    "skip_5": "the stream after attention", "norm_5": "the second norm's output",
+    "norm_4": "the output of the norm after attention",
+    "norm_9": "the output of the norm after the feed-forward layer", "expand": "the expanded features",
     "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_10": "the block's output",
 }  # fmt: skip
 
@@ -55,14 +57,19 @@ class BlockSteps:
         self.makers = {name: step for step in self.steps for name in step.outputs}
         self.input, self.output = self.steps[0].inputs[0], self.steps[-1].outputs[0]
 
-    def readers(self, name: str) -> dict[str, Step]:
-        """The steps that read an activation, by their kind."""
-        return {step.kind: step for step in self.steps if name in step.inputs}
+    def readers(self, name: str) -> list[Step]:
+        """The steps that read an activation."""
+        return [step for step in self.steps if name in step.inputs]
+
+    def reader(self, name: str, *kinds: str) -> Step | None:
+        """The first of them that is of one of these kinds."""
+        return next((step for step in self.readers(name) if step.kind in kinds), None)
 
     def joined(self, name: str) -> str:
-        """The activation with the same error signal: where a branch joins the stream, that of the sum."""
+        """The activation with the same error signal: where a branch joins the stream as it is, that of the sum."""
         readers = self.readers(name)
-        return readers["add"].outputs[0] if [*readers] == ["add"] else name
+        alone = len(readers) == 1 and readers[0].kind == "add" and readers[0].scale == 1
+        return readers[0].outputs[0] if alone else name
 
     def branch(self, name: str) -> str:
         """What the branch is that ends in this activation."""
@@ -109,9 +116,12 @@ def _points_of_block(block: Block, prefix: str, here: str, below: str, above: st
 
     def reads(name: str) -> str:  # the module that computes the error signal of an activation
         readers = steps.readers(name)
-        if not readers or [*readers] == ["add"]:
-            return here if readers else above
-        step = next(x for kind, x in readers.items() if kind != "add")
+        computing = [step for step in readers if step.kind != "add"]
+        if not readers:
+            return above
+        if len(computing) != 1:  # an addition, or several branches
+            return here
+        (step,) = computing
         inside = name in steps.makers and steps.makers[name].kind == "norm"
         return branch(step) if inside or step.kind not in ("norm", "linear") else layers(step)[0]
 
@@ -127,7 +137,7 @@ def _points_of_block(block: Block, prefix: str, here: str, below: str, above: st
                     what, part, parts = f"the {name[2:]} projection's output", j, len(step.outputs)
             else:
                 made = here if step.kind == "add" else branch(step)
-                reader = steps.readers(name).get("norm" if step.kind == "add" else "linear")
+                reader = steps.reader(name, *(("norm",) if step.kind == "add" else ()), "linear")
                 module, side = (here, "out") if reader is None else (layers(reader)[0], "in")
             points.append(Point(prefix + name, module, side, made, reads(name), what, part, parts))
     return points
@@ -143,7 +153,8 @@ def layers_by_signal(model: GPT) -> dict[str, list[str]]:
         for step in steps.steps:
             if step.layers:
                 point = f"blocks.{i}.{steps.joined(step.outputs[0])}"
-                found[point] = [paths.get(id(layer), paths[id(block.mixing)]) for layer in step.layers.values()]
+                own = [paths.get(id(layer), paths[id(block.mixing)]) for layer in step.layers.values()]
+                found.setdefault(point, []).extend(own)
         if i == 0:
             found[f"blocks.0.{steps.input}"] = [n[x] for x in ("embed", "positions") if x in n]
     return found

@@ -101,8 +101,9 @@ def make_subject(
     adapter = _active_adapter(inner)
     lora = None if adapter is None else _adapter_config(inner, adapter)
     base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
-    found = _parameters(base, adapter, names)
-    ours = _build(_config(base, config), found, transposed)
+    read = _config(base, config)
+    found = _parameters(base, adapter, names or (lambda name: read.table.as_in_files(full_name(name))))
+    ours = _build(read, found, transposed)
     if adapter is not None and lora is not None:
         _add_adapters(ours, base, adapter, lora, found)
     ours.double().eval()
@@ -165,7 +166,7 @@ def _adapter_config(model: Any, adapter: str) -> LoRAConfig:
     return config_of(raw, Path("the adapter's configuration"))
 
 
-def _parameters(base: nn.Module, adapter: str | None, names: Names | None) -> dict[str, tuple[str, nn.Parameter]]:
+def _parameters(base: nn.Module, adapter: str | None, names: Names) -> dict[str, tuple[str, nn.Parameter]]:
     """The network's own parameters by Hugging Face's names, each with its name in the audited model."""
     found: dict[str, tuple[str, nn.Parameter]] = {}
     for name, p in base.named_parameters(remove_duplicate=False):
@@ -176,7 +177,7 @@ def _parameters(base: nn.Module, adapter: str | None, names: Names | None) -> di
         if not p.is_floating_point():
             raise HandgradError(f"{name} holds {p.dtype}, not floating-point numbers: load the model unquantized")
         plain = name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")
-        found[full_name(plain) if names is None else names(plain)] = (name, p)
+        found[names(plain)] = (name, p)
     return found
 
 
@@ -188,6 +189,11 @@ def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], tran
         raise HandgradError(
             f"the model has no parameter {layers['embed']}.weight: give names=, a function from its names to those of"
             f" {config.table.architecture}"
+        )
+    if config.n_experts is not None:
+        raise HandgradError(
+            "mixtures of experts cannot be audited: transformers holds all experts of a block in two tensors, and their"
+            " gradients are not known part by part; hg.verify proves those of the same weights in handgrad"
         )
     config = replace(config, tied=head is None or head[1] is embed[1])
     size = sum(p.numel() for _, p in found.values())
@@ -226,7 +232,8 @@ def _add_adapters(
     modules = {name: m for name, m in base.named_modules() if adapter in getattr(m, "lora_A", {})}
     if any(adapter in getattr(m, "lora_embedding_A", {}) for m in base.modules()):
         raise HandgradError("adapters of embeddings are not supported: give adapters to linear layers")
-    names = {full_name(name): m for name, m in modules.items()}
+    table = ours.config.table
+    names = {table.as_in_files(full_name(name)): m for name, m in modules.items()}
     if not names:
         raise HandgradError(f"the adapter {adapter!r} has no low-rank factors")
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), list(names))
@@ -257,9 +264,8 @@ def _pairs(
     """Every parameter of ours with its twin."""
     parameters = dict(base.named_parameters(remove_duplicate=False))
     layers = adapters_of(ours)
-    original = {
-        full_name(name.partition(".lora_")[0]): name.partition(".lora_")[0] for name in parameters if ".lora_" in name
-    }
+    held = [name.partition(".lora_")[0] for name in parameters if ".lora_" in name]
+    original = {ours.config.table.as_in_files(full_name(name)): name for name in held}
     freeze_down = ours.adapter is not None and _all_frozen(parameters, "lora_A", adapter)
     for name, _ in ours.named_parameters():
         path, _, kind = name.rpartition(".")

@@ -57,7 +57,8 @@ function shapeText(way, station, shape) {
   if (station.id === "loss") return `Δ₁₂ is ${shapeOf(incoming)}; the backward pass starts with it`;
   if (station.id === "a_0") return `Δ₀ is ${shapeOf(incoming)}`;
   const from = station.delta_symbol.includes(", ") ? "them" : "it";
-  const rest = station.outgoing ? `; computed from ${from}: ${station.outgoing}` : "; the backward pass ends here";
+  const ends = station.block === null ? "the backward pass ends here" : "what it sends back joins that of the other branch";
+  const rest = station.outgoing ? `; computed from ${from}: ${station.outgoing}` : `; ${ends}`;
   return `${is(station.delta_symbol)} ${shapeOf(incoming)}${rest}`;
 }
 

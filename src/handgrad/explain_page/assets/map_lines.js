@@ -2,7 +2,7 @@
 // The lines of the map: which arrows and arcs connect its rows, and how wide they are.
 
 const LINE = 26; // distance of the main line from the edge, in pixels
-const BEND = 9; // distance of a skip connection from the edge
+const BENDS = [8, 14, 20]; // distances from the edge of lines past other rows, the longest outside
 
 /**
  * @typedef {{ y: number, id: string, block: number | null, top?: boolean }} Row  a row of the map; `top` is the
@@ -22,7 +22,7 @@ export function widths(lengths) {
 
 /** @param {Row[]} rows @param {number} wide @param {Record<string, number | null>} a @param {Record<string, number | null>} delta
  * @param {string} shown  "a", "delta" or "both"
- * @param {{ id: string, kind: string, block: number | null, skips_from: string | null }[]} stations @returns {Line[]} */
+ * @param {{ id: string, kind: string, block: number | null, reads: (string | null)[] }[]} stations @returns {Line[]} */
 export function mapLines(rows, wide, a, delta, shown, stations) {
   const widthOf = { a: widths(Object.values(a)), delta: widths(Object.values(delta)) };
   /** @type {Line[]} */
@@ -40,22 +40,36 @@ export function mapLines(rows, wide, a, delta, shown, stations) {
   const skip = (kind, width, d) => lines.push({ kind, part: "skip", width: Math.min(5, width), d });
   const forward = shown !== "delta",
     backward = shown !== "a";
+  const tops = new Map(rows.filter((row) => row.top).map((row) => [row.block, row]));
+  /** What a row reads, as rows: of an open block by its stations, else the row before. @param {Row} row @param {number} i */
+  const sources = (row, i) => {
+    const top = row.block === null || row.top ? undefined : tops.get(row.block);
+    const station = top && stations.find((s) => s.id === row.id);
+    if (!top || !station) return [rows[i - 1]];
+    const found = station.reads.map((id) => (id === null ? top : rows.find((other) => other.id === id && !other.top)));
+    return found.filter((other) => other !== undefined);
+  };
+  /** @type {{ from: Row, to: Row, adds: boolean }[]} */
+  const past = [];
   rows.forEach((row, i) => {
-    const before = rows[i - 1];
-    if (!before) return;
-    if (forward) arrow("forward", LINE, before.y + 5, row.y - 6, before.id === "a_0" ? 1.5 : widthOf.a(a[before.id]));
-    if (backward && delta[before.id] !== null)
-      arrow("backward", wide - LINE, row.y - 5, before.y + 6, widthOf.delta(delta[before.id]));
-  });
-  for (const top of rows.filter((row) => row.top)) {
-    const find = (/** @type {string | null} */ id) => rows.find((row) => row.id === id && !row.top);
-    for (const addition of stations.filter((s) => s.block === top.block && s.kind === "add")) {
-      const from = addition.skips_from === null ? top : find(addition.skips_from),
-        to = find(addition.id);
-      if (!from || !to) continue;
-      if (forward) skip("forward", widthOf.a(a[from.id]), arc(BEND, LINE, from.y, to.y));
-      if (backward) skip("backward", widthOf.delta(delta[to.id]), arc(wide - BEND, wide - LINE, to.y, from.y));
+    if (!i) return;
+    for (const from of sources(row, i)) {
+      if (from !== rows[i - 1]) {
+        past.push({ from, to: row, adds: stations.some((s) => s.id === row.id && s.kind === "add") });
+        continue;
+      }
+      if (forward) arrow("forward", LINE, from.y + 5, row.y - 6, from.id === "a_0" ? 1.5 : widthOf.a(a[from.id]));
+      if (backward && delta[from.id] !== null)
+        arrow("backward", wide - LINE, row.y - 5, from.y + 6, widthOf.delta(delta[from.id]));
     }
+  });
+  for (const { from, to, adds } of past) {
+    const size = (/** @type {{ from: Row, to: Row }} */ one) => one.to.y - one.from.y;
+    const within = past.filter((one) => size(one) > size({ from, to }) && one.from.y < to.y && one.to.y > from.y);
+    const bend = BENDS[Math.min(within.length, BENDS.length - 1)];
+    if (forward) skip("forward", widthOf.a(a[from.id]), arc(bend, LINE, from.y, to.y));
+    const sent = adds ? delta[to.id] : delta[from.id]; // an addition sends its own Δ
+    if (backward) skip("backward", widthOf.delta(sent), arc(wide - bend, wide - LINE, to.y, from.y));
   }
   return lines.filter((line) => line.part === "tip" || line.width);
 }

@@ -7,6 +7,7 @@ import torch
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
+from . import mixture
 from .tensors import Cell, Tensors, split
 from .terms import Sum, column, number, one, row, taps
 
@@ -63,7 +64,7 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
 
 def _embedding(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     i, j = cell.row, cell.column
-    sums = [Sum((one(t, "w_tok", sentence.ids[i], j),))]
+    sums = [Sum((one(t, "w_tok", sentence.ids[i], j),), t.model.embed.scale)]
     if "w_pos" in t.model.tables():
         sums.append(Sum((one(t, "w_pos", i, j),)))
     return "the row of the token" + (" plus the row of its position" if len(sums) > 1 else ""), sums
@@ -75,9 +76,12 @@ def _next(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -
 
 def _norm(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     (n, layer), here, i, j = step.norm(), step.here, cell.row, cell.column
-    bias = [Sum((one(t, f"{here}b_{n}", 0, j),))] if hasattr(layer, "bias") else []
-    gain = Sum((one(t, f"{here}a_bar_{n}", i, j), one(t, f"{here}w_{n}", 0, j)))
-    return f"the normalized input times the gain{', plus the bias' if bias else ''}", [gain, *bias]
+    bias = [Sum((one(t, f"{here}b_{n}", 0, j),))] if getattr(layer, "bias", None) is not None else []
+    a_bar = one(t, f"{here}a_bar_{n}", i, j)
+    gain = [Sum((a_bar, one(t, f"{here}w_{n}", 0, j)))]
+    gain += [Sum((a_bar,), layer.offset)] if layer.offset else []
+    what = f"{layer.offset:g} + w" if layer.offset else "the gain"
+    return f"the normalized input times {what}{', plus the bias' if bias else ''}", [*gain, *bias]
 
 
 def _attention(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -100,8 +104,10 @@ def _linear(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell)
 
 
 def _add(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
-    sums = [Sum((one(t, name, cell.row, cell.column),)) for name in step.inputs]
-    return "the skip connection plus the branch", sums
+    scales = (1.0, *[step.scale] * (len(step.inputs) - 1))
+    sums = [Sum((one(t, x, cell.row, cell.column),), scale) for x, scale in zip(step.inputs, scales, strict=True)]
+    by = "" if step.scale == 1 else f" times {step.scale:g}"
+    return f"the skip connection plus the branch{'es' if len(sums) > 2 else ''}{by}", sums
 
 
 def _activation(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -120,13 +126,15 @@ def _gated(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) 
 
 def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     value = number(t.value(cell), "softmax", lambda k: cell._replace(name=step.inputs[0]))
-    return "the softmax of the row of logits", [Sum((value,))]
+    how = "" if t.model.logit_map.identity else ", scaled or capped as the model does"
+    return f"the softmax of the row of logits{how}", [Sum((value,))]
 
 
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
     "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _gated, "loss": _loss,
+    "router": mixture.router, "experts": mixture.experts, "mixture": mixture.mixture,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ...model.steps import signal
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
+from . import mixture
 from .forward import Answer, masked
 from .tensors import Cell, Tensors, delta_of, split, wide
 from .terms import Factor, Sum, column, number, one, row, taps
@@ -45,7 +46,8 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
 
 def _embedding(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     """Δ_0, of tokens relaxed to vectors"""
-    return "Δ₁ · row of the token table", [Sum((row(t, step.signals[0], cell.row), row(t, "w_tok", cell.column)))]
+    sum = Sum((row(t, step.signals[0], cell.row), row(t, "w_tok", cell.column)), t.model.embed.scale)
+    return "Δ₁ · row of the token table", [sum]
 
 
 def _next(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -101,7 +103,10 @@ def _linear(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell)
 
 
 def _add(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
-    return "the skip connection passes Δ on unchanged", [Sum((one(t, step.signals[0], cell.row, cell.column),))]
+    sent = one(t, step.signals[0], cell.row, cell.column)
+    if step.scale == 1 or cell.name == signal(step.inputs[0]):
+        return "the skip connection passes Δ on unchanged", [Sum((sent,))]
+    return "Δ of the sum, times the branch's scale", [Sum((sent,), step.scale)]
 
 
 def _activation(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -123,9 +128,11 @@ def _activation(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: C
 def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     """Where the backward pass starts"""
     o, i, j = sentence.objective, cell.row, cell.column
+    slope, of_map = _slope_of_logit(t, i, j)
     if isinstance(o, LogitDifference):
         sign = {o.token: 1.0, o.against: -1.0}.get(j, 0.0) if i == o.position else 0.0
-        return "±1 for the two logits that are compared, else 0", [Sum((number(sign, "∂(difference)"),))]
+        text = f"±1 for the two logits that are compared, else 0{of_map}"
+        return text, [Sum((number(sign, "∂(difference)"), *slope))]
     targets = o.select(sentence.targets, t.model.config.n_vocab)[0]
     count, target = int((targets >= 0).sum()), int(targets[i])
     if target < 0:
@@ -134,13 +141,25 @@ def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -
         return why, [Sum((number(0.0, "not read" if read else "no target"),))]
     expected = number(1.0 if j == target else 0.0, "y_gt")
     each = f", divided by the number of targets, {count}" if count > 1 else ""
-    return f"y_pred − y_gt{each}", [Sum((one(t, "y_pred", i, j),), 1 / count), Sum((expected,), -1 / count)]
+    chance = Sum((one(t, "y_pred", i, j), *slope), 1 / count)
+    return f"y_pred − y_gt{each}{of_map}", [chance, Sum((expected, *slope), -1 / count)]
+
+
+def _slope_of_logit(t: Tensors, i: int, j: int) -> tuple[tuple[Factor, ...], str]:
+    """The slope of what the model does with a logit before the softmax; nothing if it does nothing."""
+    how = t.model.logit_map
+    if how.identity:
+        return (), ""
+    y = how.forward(t["a_12"][i, j].double().clone())
+    slope = how.backward(torch.ones_like(y), y)
+    return (number(slope, "slope of the logit", lambda k: Cell("a_12", i, j)),), ", times the slope of the logit"
 
 
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
     "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
+    "router": mixture.sent_by_router, "experts": mixture.sent_by_experts, "mixture": mixture.sent_by_mixture,
 }  # fmt: skip
 
 
@@ -334,7 +353,8 @@ def _table(t: Tensors, sentence: TracedSentence, which: str, i: int, j: int) -> 
     else:
         used = [k for k, id in enumerate(sentence.ids) if id == i]
         text = "Δ₁ of the tokens with this id"
-    sums = [Sum((number(delta[used], "Δ₁", lambda k: Cell(first, used[k], j)),))] if used else []
+    scale = t.model.embed.scale if which == "tok" else 1.0
+    sums = [Sum((number(delta[used], "Δ₁", lambda k: Cell(first, used[k], j)),), scale)] if used else []
     if which == "tok" and t.model.config.tied:
         sums.append(Sum((column(t, "delta_12", i), column(t, "a_11", j))))
         text += ", plus Δ₁₂ · a₁₁: the head has the same weight"
@@ -346,7 +366,14 @@ def _query_norm(t: Tensors, here: str, letter: str, j: int) -> Answer:
     step = next(s for s in t.steps(here, letter) if s.norm is not None)
     assert step.norm is not None
     norm, sums = wide(step.norm), []
-    for h, x in enumerate(t.wide(step.before)):
+    before = t.wide(step.before)
+    if len(norm.weight) > before.shape[2]:  # one norm over all heads: this gain is of one of them
+        h, own = divmod(j, before.shape[2])
+        flat = before.transpose(0, 1).flatten(1)
+        a_bar = norm.statistics(norm.forward(flat)[1])["a_bar"][:, j]
+        beside = number(a_bar, "ā", column(t, step.before, own, h).cell)
+        return "normalized input · Δ, over the tokens", [Sum((beside, column(t, delta_of(step.after), own, h)))]
+    for h, x in enumerate(before):
         a_bar = norm.statistics(norm.forward(x.contiguous())[1])["a_bar"][:, j]
         beside = number(a_bar, "ā", column(t, step.before, j, h).cell)
         sums.append(Sum((beside, column(t, delta_of(step.after), j, h))))

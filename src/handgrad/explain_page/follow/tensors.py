@@ -167,7 +167,7 @@ class Tensors:
             table = self.model.tables()[last]
             return table.table(torch.arange(self.model.config.n_vocab))[0].detach() if table.weight is None else table.w
         if last == "delta_0" and not here:
-            return linear.backward(self[signal(self.network.start)], self["w_tok"])
+            return self.model.embed.scale * linear.backward(self[signal(self.network.start)], self["w_tok"])
         if last[:2] in ("h_", "g_") and self._adapted(here, last[2:]):
             return self._adapter(here, last[0], last[2:])
         if here and (made := self._inside_block(here, last)) is not None:

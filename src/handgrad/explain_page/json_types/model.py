@@ -27,9 +27,7 @@ class StationEntry(Explained):
     errata: list[str]
     sources: list[tuple[str, str]]  # "forward" or "backward", and a key of `code`
     more: list[More]
-    skips_from: (
-        str | None
-    )  # of an addition: the station of its block where the skip connection begins, if not at its input
+    reads: list[str | None]  # the stations that computed its inputs; null is what comes into its block
     symbol: str
     delta_symbol: str
     outgoing: str

@@ -172,11 +172,13 @@ def about_loss(labels: Sequence[str], targets: Sequence[str], losses: Sequence[f
     )
 
 
-def about_push(row: Position, push: float, targets: int) -> str:
-    """Describe the push on the logits of a row, −Δ₁₂ at its target; the loss is a mean over that number of targets."""
+def about_push(row: Position, push: float, targets: int, mapped: bool = False) -> str:
+    """Describe the push on the logits of a row, −Δ₁₂ at its target; the loss is a mean over that number of targets. Logits
+    that are `mapped`, scaled or capped before the softmax, are pushed by another multiple of 1 − p."""
     target, p = row["target"], row["probability"]
     assert target is not None and p is not None
     by = f"{'1 − p' if targets == 1 else f'(1 − p)/{targets:,}'} = {typeset(push)}{'' if push else ', as computed'}"
+    by = typeset(push) if mapped else by
     text = (
         f"After {quote(row['token'])}: {quote(target)} had probability p = {percent(p)}, so its logit"
         f" is pushed up by {by}"

@@ -84,9 +84,9 @@ def _identities(
     if station.stream and centered:
         (name,) = station.incoming
         found.append((f"each row of {symbol(name)} sums to 0", _largest_row_sum(ours[name])))
-    if station.kind == "norm":
-        found.append(_norm_identity(session, ours, station, centered))
-    if station.id in ("a_12", "loss"):
+    if station.kind == "norm" and station.outgoing:
+        found += _norm_identity(session, ours, station, centered)
+    if station.id in ("a_12", "loss") and session.model.logit_map.cap is None:
         found.append(("each row of Δ₁₂ sums to 0", _largest_row_sum(ours["delta_12"])))
     if station.kind == "attention":
         found += _attention_identities(session, checker, station, here)
@@ -95,25 +95,29 @@ def _identities(
     return found
 
 
-def _norm_identity(session: Session, ours: Mapping[str, Tensor], station: Station, centered: bool) -> tuple[str, float]:
+def _norm_identity(
+    session: Session, ours: Mapping[str, Tensor], station: Station, centered: bool
+) -> list[tuple[str, float]]:
     """A norm that subtracts the mean ignores shifts of a row. One that does not ignores its scale, but for ε: the error
     signal it sends back has the product ε/rms³ (G ⊖ ā) with ā."""
     (name,) = station.outgoing
     if centered:
-        return f"each row of {symbol(name)} sums to 0", _largest_row_sum(ours[name])
+        return [(f"each row of {symbol(name)} sums to 0", _largest_row_sum(ours[name]))]
     network = session.network
     step = network.maker(station.a[0])
     assert step is not None
     number = step.norm()[0]
-    beside = [x for other in network.readers(step.inputs[0]) if other.kind == "add" for x in other.signals]
+    beside, more = network.beside(step, step.inputs[0])
+    if more:  # which also depends on the row's scale
+        return []
     through_norm = ours[name] - sum(ours[x] for x in beside)  # without what the skip connection sends
     what = " − ".join(map(symbol, [name, *beside]))
     a_bar, rms = ours[f"{step.here}a_bar_{number}"], ours[f"{step.here}rms_{number}"]
-    through = (ours[step.signals[0]] * ours[step.outputs[0]]).sum(1)  # G ⊖ ā
+    through = (ours[step.signals[0]] * ours[step.outputs[0]]).sum(1)  # G ⊖ ā, as there is no bias
     left = (through_norm * a_bar).sum(1) - session.model.config.eps / rms[:, 0] ** 3 * through
     size = ours[name].norm(dim=1) * a_bar.norm(dim=1)
     error = _largest(left) / max(_largest(size), 1e-300)
-    return f"{what} has no part along ā{subscript(int(number))}, up to its share of ε", error
+    return [(f"{what} has no part along ā{subscript(int(number))}, up to its share of ε", error)]
 
 
 def _attention_identities(session: Session, checker: Checker, station: Station, here: str) -> list[tuple[str, float]]:
@@ -162,7 +166,7 @@ def _tied_gradient_error(session: Session, checker: Checker) -> float:
     """Relative error of ∂w_tok = ohe(a_0)ᵗ Δ_1 + Δ_12ᵗ a_11. A trained table implies a head without an adapter."""
     ours, grad = checker.ours, checker.gradient(_embedding(session))
     picked = torch.zeros_like(grad)
-    picked.index_add_(0, ours["a_0"], ours[signal(session.network.start)])
+    picked.index_add_(0, ours["a_0"], session.model.embed.scale * ours[signal(session.network.start)])
     picked.addmm_(ours["delta_12"].t(), ours["a_11"])
     return relative_error(grad, picked)
 

@@ -90,6 +90,11 @@ class Version:
 class Session:
     """A model, its tokenizer, and everything the page has asked for. Safe to use from several threads."""
 
+    def logits(self, sentence: TracedSentence) -> Tensor:
+        """What the softmax reads, (n, V): a_12, scaled or capped if the model does that."""
+        a_12, how = sentence.trace["a_12"], self.model.logit_map
+        return a_12 if how.identity else how.forward(a_12.clone())
+
     def __init__(
         self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str, python: str = MODEL_IN_PYTHON
     ):

@@ -20,19 +20,23 @@ RAW, CAUSAL = r"\Delta_{\mathrm{raw}}", r"\Delta_{\mathrm{causal}}"
 Sources = tuple[tuple[str, str], ...]
 
 
-def attention(attn: Attention, config: ModelConfig, name: str, output: str) -> About:
-    """The attention of one block, which reads one activation and computes another."""
+def attention(attn: Attention, config: ModelConfig, names: tuple[str, str], block: int, back: str = "") -> About:
+    """The attention of one block, which reads one activation and computes another. `back` is what reaches the error signal
+    of what it reads by other ways."""
+    name, output = names
     adapted = any(layer.adapted for layer in attn.projections())
     grouped, fused = attn.n_kv_heads < attn.n_heads, attn.has("qkv")
     changed = attn.normed or attn.rotated
     plain_scores = attn.scores.scale is None and attn.scores.cap is None and attn.sinks is None
     as_in_paper = not changed and not grouped and plain_scores and (fused or not adapted)
     no_effect = "k" in _biases(attn) and not changed  # b_k adds the same to all scores of a row
-    forward = (_projections(attn, adapted), *_norms(attn), *_rotation(attn, config), *_heads(attn, grouped))
+    forward = (_projections(attn, adapted), *_norms(attn), *_rotation(attn, config, block), *_heads(attn, grouped))
     backward = _errors_as_in_paper(attn, adapted) if as_in_paper else _errors(attn, config, adapted, grouped)
+    start = r"\Delta_2 = "
+    backward = tuple(x._replace(latex=x.latex.replace(start, start + back)) for x in backward)
     return About(
         title="Attention",
-        summary=_summary(attn, config),
+        summary=_summary(attn, config, block),
         forward=tuple(_renamed(formula, name, output) for formula in forward),
         backward=tuple(_renamed(formula, name, output) for formula in backward),
         errata=(
@@ -55,16 +59,21 @@ def _renamed(formula: Formula, name: str, output: str) -> Formula:
     return formula._replace(latex=re.sub(r"(a|\\Delta)_[23](?!\w)", lambda m: written(names[m[0]]), formula.latex))
 
 
-def _summary(attn: Attention, config: ModelConfig) -> str:
+def _summary(attn: Attention, config: ModelConfig, block: int) -> str:
     seen = "all tokens"
     if attn.scores.causal:
         before = "all earlier ones" if attn.scores.window is None else f"the {attn.scores.window - 1} before it"
         seen = f"that token and {before}"
-    scaling = config.rope_scaling.rope_type
+    scaling = config.rotary_tables()[attn.rotary_table].scaling.rope_type if attn.rotated else "default"
+    joint = attn.normed and len(attn.q_norm.weight) > attn.q_width
     extra = {
-        "Each head's queries and keys are first normalized to root mean square 1.": attn.normed,
+        "Each head's queries and keys are first normalized to root mean square 1.": attn.normed and not joint,
+        "The queries of all heads together, and the keys, are first normalized to root mean square 1.": joint,
         "Queries and keys are rotated by angles proportional to their positions, so a score depends on the distance of"
         " two tokens; errors are rotated back.": attn.rotated,
+        f"Only the first {config.rotary_width_of_head} features of a head are rotated.": attn.partly_rotated,
+        "Neighboring features of a head are rotated together.": attn.rotated and attn.neighbors,
+        "Blocks with a window rotate by frequencies of their own, as here.": attn.rotated and attn.rotary_table > 0,
         f"The angles are scaled for a longer context ({scaling}).": attn.rotated and scaling != "default",
         "This block does not rotate queries and keys.": config.positions == "rotary" and not attn.rotated,
         f"Scores are capped: none exceeds {attn.scores.cap or 0:g}.": attn.scores.cap is not None,
@@ -104,23 +113,28 @@ def _norms(attn: Attention) -> Iterator[Formula]:
     for letter in "qk" if attn.normed else "":
         x, y = _projected(attn, letter), rf"\hat {letter}" if attn.rotated else letter
         yield Formula(
-            rf"\bar {x} = \frac{{{x}}}{{\mathrm{{rms}}({x})}} \qquad {y} = \bar {x} \, \mathrm{{diag}}({_gain(letter)})",
+            rf"\bar {x} = \frac{{{x}}}{{\mathrm{{rms}}({x})}} \qquad {y} = \bar {x} \, {_gains(attn, letter)}",
             "L-qknorm-fwd",
         )
 
 
-def _rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
+def _rotation(attn: Attention, config: ModelConfig, block: int) -> Iterator[Formula]:
     if not attn.rotated:
         return
-    m = _attention_factor(config)
+    table = config.rotary_tables()[attn.rotary_table]
+    m, kind = _attention_factor(attn, config), table.scaling.rope_type
     rotated = [rf"{letter}_t = {m}R(t) \, {_rotation_input(attn, letter, 't')}" for letter in "qk"]
     yield Formula(r" \qquad ".join(rotated), "L-rope-fwd")
-    base = rf"{config.rope_base:.0f}" if config.rope_base == int(config.rope_base) else rf"{config.rope_base:g}"
-    scaled = config.rope_scaling.rope_type != "default"
-    share = rf"\left( \frac{{1 - s_i}}{{{config.rope_scaling.factor:g}}} + s_i \right) " if scaled else ""
-    theta = rf"\theta_i = {share}{base}^{{-2i / d_\rho}}"
-    rotates = r"R(t) \text{ rotates plane } i \text{ by } \theta_i t"
-    yield Formula(rf"{rotates} \qquad {theta}", "L-rope-scaling" if scaled else "L-rope-fwd")
+    base = rf"{table.base:.0f}" if table.base == int(table.base) else rf"{table.base:g}"
+    shares = {
+        "default": "", "dynamic": "", "longrope": r"\frac{1}{f_i} ", "linear": rf"\frac{{1}}{{{table.scaling.factor:g}}} ",
+    }  # fmt: skip
+    share = shares.get(kind, rf"\left( \frac{{1 - s_i}}{{{table.scaling.factor:g}}} + s_i \right) ")
+    width = r"d_\rho" if not attn.partly_rotated else str(config.rotary_width_of_head)
+    theta = rf"\theta_i = {share}{base}^{{-2i / {width}}}"
+    plane = "2i, 2i + 1" if attn.neighbors else rf"i, i + {config.rotary_width_of_head // 2}"
+    rotates = rf"R(t) \text{{ rotates the features }} {plane} \text{{ by }} \theta_i t"
+    yield Formula(rf"{rotates} \qquad {theta}", "L-rope-scaling" if share else "L-rope-fwd")
 
 
 def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
@@ -214,7 +228,7 @@ def _errors(attn: Attention, config: ModelConfig, adapted: bool, grouped: bool) 
 
 def _errors_of_rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
     if attn.rotated:
-        m = _attention_factor(config)
+        m = _attention_factor(attn, config)
         back = [
             rf"\delta_{{{_rotation_input(attn, letter, '')},t}} = {m}R(-t) \, \delta_{{{letter},t}}" for letter in "qk"
         ]
@@ -224,14 +238,14 @@ def _errors_of_rotation(attn: Attention, config: ModelConfig) -> Iterator[Formul
 def _errors_of_norms(attn: Attention) -> Iterator[Formula]:
     for letter in "qk" if attn.normed else "":
         x, y = _projected(attn, letter), rf"\hat {letter}" if attn.rotated else letter
-        g = f"G_{letter}"
+        g, over = f"G_{letter}", "" if len(attn.q_norm.weight) > attn.q_width else r"\sum_h "
         yield Formula(
-            rf"{g} = \delta_{{{y}}} \, \mathrm{{diag}}({_gain(letter)}) \qquad \delta_{{{x}}} ="
+            rf"{g} = \delta_{{{y}}} \, {_gains(attn, letter)} \qquad \delta_{{{x}}} ="
             rf" \frac{{1}}{{\mathrm{{rms}}({x})}} \left[ {g} - \bar {x} \circ \mathrm{{mean}}({g} \circ \bar {x}) \right]",
             "L-qknorm-bwd",
         )
         yield Formula(
-            rf"\partial {_gain(letter)} = \sum_h \sum_{{\mathrm{{tok}}}} \bar {x} \circ \delta_{{{y}}}", "L-qknorm-grad"
+            rf"\partial {_gain(letter)} = {over}\sum_{{\mathrm{{tok}}}} \bar {x} \circ \delta_{{{y}}}", "L-qknorm-grad"
         )
 
 
@@ -288,8 +302,15 @@ def _gain(letter: str) -> str:
     return rf"w_{{{letter} \, \mathrm{{norm}}}}"
 
 
-def _attention_factor(config: ModelConfig) -> str:
-    m = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling)[1]
+def _gains(attn: Attention, letter: str) -> str:
+    """The matrix of the gains of queries or keys."""
+    norm = attn.q_norm if letter == "q" else attn.k_norm
+    return rf"\mathrm{{diag}}({f'{norm.offset:g} + ' if norm.offset else ''}{_gain(letter)})"
+
+
+def _attention_factor(attn: Attention, config: ModelConfig) -> str:
+    table = config.rotary_tables()[attn.rotary_table]
+    m = rotary.frequencies(config.rotary_width_of_head, table.base, table.scaling)[1]
     return "" if m == 1 else rf"{m:.4g} \, "
 
 

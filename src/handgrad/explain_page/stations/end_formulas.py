@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from ...ops.logits import LogitMap
 from .formulas import About, Formula
 
 
@@ -17,8 +18,9 @@ def tokens() -> About:
     )
 
 
-def embedding(tied: bool, positions: bool) -> About:
+def embedding(tied: bool, positions: bool, scale: float = 1.0) -> About:
     """With a table of positions, or without: then they enter in attention."""
+    by = "" if scale == 1 else rf"{scale:.4g} \, "
     head = r" + \Delta_{12}^t a_{11}" if tied else ""
     position = r"\mathrm{ohe}(0, \dots, n_T - 1)"
     added = rf" + {position} \, w_{{\mathrm{{pos}}}}" if positions else ""
@@ -31,14 +33,16 @@ def embedding(tied: bool, positions: bool) -> About:
     )
     if tied:
         tables += " The logits have the same token table, so their gradient is added to this one."
+    if by:
+        tables += f" What is selected is multiplied by {scale:.4g}, and so is the error."
     by_token = Formula(
-        rf"\partial w_{{\mathrm{{tok}}}} = \mathrm{{ohe}}(a_0)^t \Delta_1{head}", "3, R9" if tied else "3"
+        rf"\partial w_{{\mathrm{{tok}}}} = {by}\mathrm{{ohe}}(a_0)^t \Delta_1{head}", "3, R9" if tied else "3"
     )
     by_position = Formula(rf"\partial w_{{\mathrm{{pos}}}} = {position}^t \Delta_1", "3")
     return About(
         title="Embedding",
         summary=tables,
-        forward=(Formula(rf"a_1 = \mathrm{{ohe}}(a_0) \, w_{{\mathrm{{tok}}}}{added}", "2"),),
+        forward=(Formula(rf"a_1 = {by}\mathrm{{ohe}}(a_0) \, w_{{\mathrm{{tok}}}}{added}", "2"),),
         backward=(by_token, by_position) if positions else (by_token,),
         errata=("R9",) if tied else (),
         sources=(("forward", "ops/embedding.py forward"), ("backward", "ops/embedding.py grad_w")),
@@ -104,10 +108,30 @@ LOSSES = {
 }
 
 
-def loss() -> About:
+def explained(kind: str, logits: LogitMap) -> Explained:
+    """The last station if this kind of objective is explained, by the logits y that the softmax reads."""
+    found = LOSSES[kind]
+    if logits.identity:
+        return found
+    s, c = "" if logits.scale == 1 else rf"{logits.scale:.4g} \, ", logits.cap
+    mapped = rf"y = {s}a_{{12}}" if c is None else rf"y = {c:g} \tanh(\frac{{{s}a_{{12}}}}{{{c:g}}})"
+    slope = s.replace(r"\, ", "") if c is None else rf"{s}\left(1 - \left(\frac{{y}}{{{c:g}}}\right)^2\right)"
+    how = " and ".join([*(["scaled"] if s else []), *(["capped"] if c is not None else [])])
+
+    def by_y(x: Formula) -> Formula:
+        return x._replace(latex=x.latex.replace(r"\Delta_{12}", r"\Delta_y").replace("a_{12}", "y"))
+
+    return Explained(
+        f"The logits are {how} first: the softmax reads y. {found.summary}",
+        (Formula(mapped, "the model's own"), *map(by_y, found.forward)),
+        (*map(by_y, found.backward), Formula(rf"\Delta_{{12}} = {slope} \circ \Delta_y", "the model's own")),
+    )
+
+
+def loss(logits: LogitMap) -> About:
     return About(
         title="Loss",
-        **LOSSES["sentence"]._asdict(),
+        **explained("sentence", logits)._asdict(),
         errata=("R5",),
         sources=(("forward", "ops/loss.py forward_and_delta"), ("backward", "ops/loss.py forward_and_delta")),
     )

@@ -92,36 +92,49 @@ def written(name: str) -> str:
     return subscripted("a" if kind == "a" else r"\Delta", number + beside)
 
 
-def norm(layer: Norm, i: str, names: tuple[str, str], beside: Sequence[str] = ()) -> About:
-    """The norm with the parameters w_i, from one activation to another. `beside` are error signals that reach its input by
-    other ways."""
+def norm(layer: Norm, i: str, names: tuple[str, str], back: str = "") -> About:
+    """The norm with the parameters w_i, from one activation to another. `back` is what reaches its input by other ways."""
     a, o = names
-    back = "".join(f"{written(name)} + " for name in beside)
-    return _NORMS[type(layer)](i, written(a), written(o), written(signal(a)), written(signal(o)), back)
+    gain = rf"\mathrm{{diag}}(w_{{{i}}})" if not layer.offset else rf"\mathrm{{diag}}({layer.offset:g} + w_{{{i}}})"
+    symbols = Symbols(i, written(a), written(o), written(signal(a)), written(signal(o)), gain, back)
+    return _NORMS[type(layer)](symbols, getattr(layer, "bias", None) is not None)
 
 
-def _layer_norm(i: str, a: str, o: str, delta_a: str, delta_o: str, back: str) -> About:
-    """i: the number of the parameters; `back`: the part of delta_a that does not come through the norm"""
+class Symbols(NamedTuple):
+    """What a norm's formulas are written with."""
+
+    i: str  # the number of the parameters
+    a: str
+    o: str
+    delta_a: str
+    delta_o: str
+    gain: str  # the matrix
+    back: str  # the part of delta_a that does not come through the norm
+
+
+def _layer_norm(symbols: Symbols, has_bias: bool) -> About:
+    i, a, o, delta_a, delta_o, gain, back = symbols
+    of_bias = rf" \qquad \partial b_{{{i}}} = \sum_{{\mathrm{{tok}}}} {delta_o}" if has_bias else ""
     return About(
         title="Norm",
-        summary="Normalizes each token separately to mean 0 and standard deviation 1, then scales each feature by w and"
-        " shifts it by b. In the backward pass, the error loses its part along the two changes of a token that the norm"
+        summary="Normalizes each token separately to mean 0 and standard deviation 1, then scales each feature by w"
+        + (" and shifts it by b." if has_bias else ".")
+        + " In the backward pass, the error loses its part along the two changes of a token that the norm"
         " ignores: adding a constant to all its features, and scaling them.",
         forward=(
             Formula(rf"\bar a_{{{i}}} = \frac{{{a} - \mu_{{{i}}}}}{{\sigma_{{{i}}}}}", "36"),
-            Formula(rf"{o} = \bar a_{{{i}}} \, \mathrm{{diag}}(w_{{{i}}}) + \tilde b_{{{i}}}", "38"),
+            Formula(rf"{o} = \bar a_{{{i}}} \, {gain}" + (rf" + \tilde b_{{{i}}}" if has_bias else ""), "38"),
         ),
         backward=(
-            Formula(rf"G = {delta_o} \, \mathrm{{diag}}(w_{{{i}}})", "40"),
+            Formula(rf"G = {delta_o} \, {gain}", "40"),
             Formula(
                 rf"{delta_a} = {back}\frac{{1}}{{\sigma_{{{i}}}}} \left[ G - \mathrm{{mean}}(G) - \bar a_{{{i}}} \circ"
                 rf" \mathrm{{mean}}(G \circ \bar a_{{{i}}}) \right]",
                 "40",
             ),
             Formula(
-                rf"\partial w_{{{i}}} = \sum_{{\mathrm{{tok}}}} \bar a_{{{i}}} \circ {delta_o} \qquad"
-                rf" \partial b_{{{i}}} = \sum_{{\mathrm{{tok}}}} {delta_o}",
-                "41, 42",
+                rf"\partial w_{{{i}}} = \sum_{{\mathrm{{tok}}}} \bar a_{{{i}}} \circ {delta_o}{of_bias}",
+                "41, 42" if has_bias else "41",
             ),
         ),
         errata=("R8",),
@@ -129,15 +142,17 @@ def _layer_norm(i: str, a: str, o: str, delta_a: str, delta_o: str, back: str) -
             ("forward", "ops/layernorm.py forward"),
             ("backward", "ops/layernorm.py backward"),
             ("backward", "ops/layernorm.py grad_w"),
-            ("backward", "ops/layernorm.py grad_b"),
+            *([("backward", "ops/layernorm.py grad_b")] if has_bias else []),
         ),
     )
 
 
-def _rms_norm(i: str, a: str, o: str, delta_a: str, delta_o: str, back: str) -> About:
+def _rms_norm(symbols: Symbols, has_bias: bool) -> About:
+    i, a, o, delta_a, delta_o, gain, back = symbols
     return About(
         title="Norm",
-        summary="Divides each token by the root mean square of its features, then scales each feature by w. Unlike the"
+        summary="Divides each token by the root mean square of its features, then scales each feature by"
+        f" {'1 + w' if '+' in gain else 'w'}. Unlike the"
         " paper's norm, it neither subtracts a mean nor adds an offset. In the backward pass, the error loses its part along"
         " the one change of a token that the norm ignores: scaling it.",
         forward=(
@@ -146,10 +161,10 @@ def _rms_norm(i: str, a: str, o: str, delta_a: str, delta_o: str, back: str) -> 
                 rf" \bar a_{{{i}}} = \frac{{{a}}}{{\mathrm{{rms}}_{{{i}}}}}",
                 "L-rms-fwd",
             ),
-            Formula(rf"{o} = \bar a_{{{i}}} \, \mathrm{{diag}}(w_{{{i}}})", "L-rms-fwd"),
+            Formula(rf"{o} = \bar a_{{{i}}} \, {gain}", "L-rms-fwd"),
         ),
         backward=(
-            Formula(rf"G = {delta_o} \, \mathrm{{diag}}(w_{{{i}}})", "L-rms-bwd"),
+            Formula(rf"G = {delta_o} \, {gain}", "L-rms-bwd"),
             Formula(
                 rf"{delta_a} = {back}\frac{{1}}{{\mathrm{{rms}}_{{{i}}}}} \left[ G - \bar a_{{{i}}} \circ"
                 rf" \mathrm{{mean}}(G \circ \bar a_{{{i}}}) \right]",
@@ -171,9 +186,11 @@ def _rms_norm(i: str, a: str, o: str, delta_a: str, delta_o: str, back: str) -> 
 _NORMS: dict[type[Norm], Callable[..., About]] = {LayerNorm: _layer_norm, RMSNorm: _rms_norm}
 
 
-def linear(name: str, branches: Sequence[Branch], title: str, summary: str, beyond: str = "") -> About:
+def linear(name: str, branches: Sequence[Branch], about: tuple[str, str], beyond: str = "", beside: str = "") -> About:
     """Linear layers that read the activation a of that name: output = a w + b, plus the adapter's branch if it has one, with
-    a magnitude m per output for DoRA. `beyond` is the check of several branches, which the paper does not have."""
+    a magnitude m per output for DoRA. `about` is the title and the summary, `beyond` the check of several branches, which
+    the paper does not have, `beside` what reaches the error signal of a by other ways."""
+    title, summary = about
     a, forward, extra, terms, grads = written(name), [], [], [], []
     adapted = any(branch.layer.adapted for branch in branches)
     for branch in branches:
@@ -207,7 +224,7 @@ def linear(name: str, branches: Sequence[Branch], title: str, summary: str, beyo
             grad += rf" \qquad \partial {b} = \sum_{{\mathrm{{tok}}}} {delta}" if bias else ""
         grads.append(Formula(grad, "45, 46" if lora else beyond or "Table 3"))
     joined = r" \qquad + ".join(terms) if adapted else " + ".join(terms)  # a narrow page can break at \qquad
-    back = rf"{written(signal(name))} = {joined}"
+    back = rf"{written(signal(name))} = {beside}{joined}"
     return About(
         title=title,
         summary=summary,
@@ -236,18 +253,26 @@ def _linear_sources(layers: Sequence[Affine]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def skip(inputs: tuple[str, str], output: str) -> About:
-    stream, branch = inputs
-    passed = written(signal(output))
+def skip(inputs: tuple[str, ...], output: str, scale: float = 1.0) -> About:
+    """output = stream + scale · Σ branch; the stream is the first input."""
+    stream, *branches = inputs
+    passed, by = written(signal(output)), "" if scale == 1 else rf"{scale:.4g} \, "
+    summed = " + ".join(map(written, branches))
+    added = rf"{by}({summed})" if by and len(branches) > 1 else f"{by}{summed}"
+    what, into = (
+        ("output of the branch", "the branch") if len(branches) == 1 else ("outputs of both branches", "each branch")
+    )
+    scaled = f", times {scale:.4g}," if by else ""
+    back = r"(\text{through the branch})" if len(branches) == 1 else r"(\text{through the branches})"
     return About(
         title="Skip connection",
-        summary="Adds the output of the branch to the residual stream, which itself passes unchanged. In the backward"
-        " pass, an addition copies the error: one copy goes into the branch, one goes straight along the stream. This"
+        summary=f"Adds the {what}{scaled} to the residual stream, which itself passes unchanged. In the backward"
+        f" pass, an addition copies the error: one copy{scaled} goes into {into}, one goes straight along the stream. This"
         " direct path is what makes deep networks trainable.",
-        forward=(Formula(f"{written(output)} = {written(stream)} + {written(branch)}", "Table 2"),),
+        forward=(Formula(f"{written(output)} = {written(stream)} + {added}", "Table 2"),),
         backward=(
-            Formula(f"{written(signal(branch))} = {passed}", "Table 2"),
-            Formula(rf"{written(signal(stream))} = {passed} + (\text{{through the branch}})", "Table 2"),
+            Formula(" = ".join([*(written(signal(x)) for x in branches), f"{by}{passed}"]), "Table 2"),
+            Formula(rf"{written(signal(stream))} = {passed} + {back}", "Table 2"),
         ),
         sources=(("forward", "model/block.py Residual.forward"), ("backward", "model/block.py Residual.backward")),
     )

@@ -14,7 +14,9 @@ from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
 from ...model.steps import Layer, require, signal
 
-KINDS = ("norm", "attention", "convolution", "linear", "add", "activation", "gated")  # of a block's steps
+KINDS = (  # of a block's steps
+    "norm", "attention", "convolution", "linear", "add", "activation", "gated", "router", "experts", "mixture",
+)  # fmt: skip
 FINAL_NORM, HEAD = "10", "11"  # the numbers of their parameters
 
 
@@ -29,6 +31,7 @@ class NetworkStep(NamedTuple):
     outputs: tuple[str, ...]
     layers: dict[str, Layer] = {}  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals
+    scale: float = 1.0  # of what an addition adds to the stream
 
     @property
     def here(self) -> str:
@@ -96,9 +99,17 @@ class Network:
         return tuple(name for name in step.inputs if self.readers(name)[0] is step)
 
     def added(self, name: str) -> NetworkStep | None:
-        """The addition that alone reads an activation, and so passes its own error signal on to it."""
+        """The addition that alone reads an activation, and so passes its own error signal on to it, unless it scales it."""
         readers = self.readers(name)
-        return readers[0] if len(readers) == 1 and readers[0].kind == "add" else None
+        return readers[0] if len(readers) == 1 and readers[0].kind == "add" and readers[0].scale == 1 else None
+
+    def beside(self, step: NetworkStep, name: str) -> tuple[list[str], bool]:
+        """What reaches the error signal of an activation besides what `step`, which reads it, sends back: the error signals
+        that additions pass on, and whether another branch sends one as well."""
+        others = [x for x in self.readers(name) if x is not step]
+        return [x for other in others if other.kind == "add" for x in other.signals], any(
+            x.kind != "add" for x in others
+        )
 
     def find(self, block: int, *kinds: str) -> NetworkStep:
         """The first step of a block that is of one of these kinds."""
@@ -123,14 +134,17 @@ class Network:
         assert before is not None
         return before, activation, self.readers(activation.outputs[0])[0]
 
-    def branch(self, step: NetworkStep) -> list[NetworkStep]:
-        """The steps of the branch that an addition adds to the stream, its first input."""
-        found: list[NetworkStep] = []
-        name = step.inputs[1]
-        while name != step.inputs[0] and (maker := self.maker(name)) is not None and maker.block == step.block:
-            found.append(maker)
-            name = maker.inputs[0]
-        return found[::-1]
+    def branches(self, step: NetworkStep) -> list[list[NetworkStep]]:
+        """The steps of each branch that an addition adds to the stream, its first input."""
+        stream, *ends = step.inputs
+        found: list[list[NetworkStep]] = []
+        for name in ends:
+            steps: list[NetworkStep] = []
+            while name != stream and (maker := self.maker(name)) is not None and maker.block == step.block:
+                steps.append(maker)
+                name = maker.inputs[0]
+            found.append(steps[::-1])
+        return found
 
     def holder(self, here: str, letter: str) -> tuple[NetworkStep, str] | None:
         """The step that holds w_letter, and the number of its layer: w_q may be a part of w_2."""
@@ -152,7 +166,8 @@ def block_steps(model: GPT, block: int) -> list[NetworkStep]:
     steps = model.blocks[block].steps()
     require(steps, KINDS, "the explain page")
     return [
-        NetworkStep(block, s.name, s.kind, named(s.inputs), named(s.outputs), s.layers, named(s.inside)) for s in steps
+        NetworkStep(block, s.name, s.kind, named(s.inputs), named(s.outputs), s.layers, named(s.inside), s.scale)
+        for s in steps
     ]
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ...formatting import subscript
 from ...model.gpt import GPT
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine
 from ...model.layers.taps import Taps
 from ...model.steps import Layer, signal
-from . import end_formulas, formulas
+from . import end_formulas, formulas, mixture_formulas
 from .attention_formulas import attention
 from .conv_formulas import convolution
 from .formulas import About, Branch, Formula, subscripted, written
@@ -85,13 +86,15 @@ def stations_of(model: GPT, network: Network) -> list[Station]:
 
 
 def _id(step: NetworkStep, network: Network) -> str:
-    """The name of its output. Several outputs stand at the number after that of the input, gate and up at a_7, unless
-    that is another activation: B, C and x, before a_3, stand at the first of them."""
+    """The name of its output. Several outputs stand at the number before that of what is computed from them, gate and up at
+    a_7, unless that is another activation: B, C and x, before a_3, stand at the first of them."""
     if step.kind in ("embedding", "loss"):
         return {"embedding": "a_1", "loss": "loss"}[step.kind]
     if len(step.outputs) == 1:
         return step.outputs[0]
-    between = f"{step.here}a_{int(letter_of(step.inputs[0])) + 1}"
+    after = letter_of(network.readers(step.outputs[0])[0].outputs[0])
+    number = int(after) - 1 if after.isdigit() else int(letter_of(step.inputs[0])) + 1
+    between = f"{step.here}a_{number}"
     return step.outputs[0] if network.maker(between) else between
 
 
@@ -105,7 +108,10 @@ def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
 # ── what is told about a kind of step ───────────────────────────────────────────────────────────────────────────────
 
 
-TITLES = {"norm_1": "First norm", "norm_5": "Second norm", "last_norm": "Last norm", "head": "Logits"}
+TITLES = {
+    "norm_1": "First norm", "norm_5": "Second norm", "norm_4": "Norm of a₄", "norm_9": "Norm of a₉",
+    "last_norm": "Last norm", "head": "Logits",
+}  # fmt: skip
 SUMMARIES = {
     "gates": "Maps each token separately to three vectors: x, what the convolution mixes, and the gates B and C, which"
     " decide how much of each feature enters it and leaves it. In the backward pass, the errors of the three add up.",
@@ -127,19 +133,25 @@ def _title(step: NetworkStep) -> str:
 
 
 def _embedding(step: NetworkStep, network: Network, model: GPT) -> About:
-    return end_formulas.embedding(model.config.tied, positions="w_pos" in model.tables())
+    return end_formulas.embedding(model.config.tied, "w_pos" in model.tables(), model.embed.scale)
 
 
 def _norm(step: NetworkStep, network: Network, model: GPT) -> About:
     (name,), (output,) = step.inputs, step.outputs
     number, layer = step.norm()
-    beside = [x for other in network.readers(name) if other.kind == "add" for x in other.signals]
-    return replace(formulas.norm(layer, number, (name, output), beside), title=_title(step))
+    return replace(formulas.norm(layer, number, (name, output), _back(step, network)), title=_title(step))
+
+
+def _back(step: NetworkStep, network: Network) -> str:
+    """In LaTeX, what is added to what a step sends back to its input: + Δ_5"""
+    signals, more = network.beside(step, step.inputs[0])
+    return "".join(f"{written(x)} + " for x in signals) + (r"(\text{through the other branch}) + " if more else "")
 
 
 def _attention(step: NetworkStep, network: Network, model: GPT) -> About:
     assert step.block is not None
-    return attention(model.blocks[step.block].attn, model.config, step.inputs[0], step.outputs[0])
+    attn, back = model.blocks[step.block].attn, _back(step, network)
+    return attention(attn, model.config, (step.inputs[0], step.outputs[0]), step.block, back)
 
 
 def _convolution(step: NetworkStep, network: Network, model: GPT) -> About:
@@ -162,7 +174,8 @@ def _linear(step: NetworkStep, network: Network, model: GPT) -> About:
     several = len(step.outputs) > 1
     w = "w" + (subscript(int(number)) if number.isdigit() else f"_{number}")
     summary = BRANCHES if several and step.name != "gates" else SUMMARIES.get(step.name, MATRIX).format(w=w)
-    made = formulas.linear(step.inputs[0], branches, _title(step), summary, "L-gate-branches" if several else "")
+    beyond, back = "L-gate-branches" if several else "", _back(step, network)
+    made = formulas.linear(step.inputs[0], branches, (_title(step), summary), beyond, back)
     if several:
         sources = (*made.sources, ("backward", "paper/gated.py delta_prev"))
         made = replace(
@@ -183,15 +196,15 @@ def _tied(made: About, model: GPT) -> About:
     """The head with the weight of the embedding."""
     backward = made.backward
     if not model.head.adapted:  # one gradient for both uses
-        both = r"\partial w_{\mathrm{tok}} = \Delta_{12}^t a_{11} + \mathrm{ohe}(a_0)^t \Delta_1"
+        scale = "" if model.embed.scale == 1 else rf"{model.embed.scale:.4g} \, "
+        both = rf"\partial w_{{\mathrm{{tok}}}} = \Delta_{{12}}^t a_{{11}} + {scale}\mathrm{{ohe}}(a_0)^t \Delta_1"
         backward = (*backward[:-1], Formula(both, "Table 3, R9"))
     sources = (*made.sources, ("backward", "model/layers/linear.py Linear.accumulate_weight"))
     return replace(made, backward=backward, errata=(*made.errata, "R9"), sources=sources)
 
 
 def _add(step: NetworkStep, network: Network, model: GPT) -> About:
-    stream, branch = step.inputs
-    return formulas.skip((stream, branch), step.outputs[0])
+    return formulas.skip(step.inputs, step.outputs[0], step.scale)
 
 
 def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
@@ -203,14 +216,26 @@ def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
     return formulas.gated_activation(g, (gate, up), output)
 
 
+def _mixture(step: NetworkStep, network: Network, model: GPT) -> About:
+    assert step.block is not None
+    layers = model.blocks[step.block].mlp
+    assert isinstance(layers, Experts)
+    if step.kind == "router":
+        return mixture_formulas.router(layers)
+    if step.kind == "experts":
+        return mixture_formulas.experts(layers, step.inputs, step.outputs[0])
+    return mixture_formulas.mixture(step.inputs, step.outputs[0])
+
+
 def _loss(step: NetworkStep, network: Network, model: GPT) -> About:
-    return end_formulas.loss()
+    return end_formulas.loss(model.logit_map)
 
 
 _ABOUT: dict[str, Callable[[NetworkStep, Network, GPT], About]] = {
     "embedding": _embedding, "norm": _norm, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
+    "router": _mixture, "experts": _mixture, "mixture": _mixture,
 }  # fmt: skip
 
 

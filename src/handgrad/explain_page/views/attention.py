@@ -156,12 +156,16 @@ class _Branch:
         changed = letter in "qk"  # values are neither rotated nor normalized
         heads = attn.n_heads if letter == "q" else attn.n_kv_heads
         self.w = _wide(w.chunk(heads, 1)[head])
+        width, self.place = self.w.shape[1], slice(None)
         n = len(trace["a_0"])
         rotations = model.rotations(torch.arange(n), (n,)) if changed and attn.rotated else ()
         self.rotation, self.neighbors = rotations[attn.rotary_table] if rotations else None, attn.neighbors
         self.norm = frozen(getattr(attn, f"{letter}_norm")) if changed and attn.normed else None
         if self.norm is not None:
             bias = None if b is None else _wide(b.chunk(heads)[head])
+            if len(self.norm.weight) > width:  # over all heads, which its backward pass then reaches
+                self.w, bias = _wide(w), None if b is None else _wide(b)
+                self.place = slice(head * width, (head + 1) * width)
             x = linear.forward(_wide(trace[step.inputs[0]]), self.w, bias)
             self.saved = self.norm.forward(x[:, None])[1]
 
@@ -170,7 +174,9 @@ class _Branch:
         if self.rotation is not None:
             signal = rotary.backward(signal, *self.rotation, neighbors=self.neighbors)
         if self.norm is not None:
-            signal = self.norm.backward(signal, self.norm.rebuild_output(self.saved)[0], self.saved)
+            whole = signal.new_zeros(*signal.shape[:-1], len(self.norm.weight))
+            whole[..., self.place] = signal
+            signal = self.norm.backward(whole, self.norm.rebuild_output(self.saved)[0], self.saved)
         return signal
 
     def backward(self, signal: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def attribution(
     ids, targets, o = sentence.ids, sentence.targets[0].tolist(), sentence.objective
     if isinstance(o, LogitDifference) and position in (None, o.position) and word is None and against is None:
         position, word, against = o.position, o.token, o.against
-    position = _chosen(sentence) if position is None else position
+    position = _chosen(session, sentence) if position is None else position
     if not 0 <= position < len(ids):
         raise HandgradError(f"the sentence has {len(ids)} tokens: there is no position {position}")
     if not 1 <= steps <= MAX_STEPS:
@@ -65,11 +65,11 @@ def attribution(
     }  # fmt: skip
 
 
-def _chosen(sentence: TracedSentence) -> int:
+def _chosen(session: Session, sentence: TracedSentence) -> int:
     position = getattr(sentence.objective, "position", None)
     if position is not None:
         return int(position)
-    losses = losses_of(sentence.trace["a_12"][:-1], sentence.targets[0, :-1])
+    losses = losses_of(session.logits(sentence)[:-1], sentence.targets[0, :-1])
     first = CONTEXT if len(losses) > 2 * CONTEXT else 0  # a word at the beginning depends on almost nothing
     return max(range(first, len(losses)), key=lambda t: losses[t])
 

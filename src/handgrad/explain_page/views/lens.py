@@ -22,10 +22,11 @@ def read_stream(model: GPT, a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     norm = model.final_norm
     a_11, saved = norm.forward(a)
     unit = frozen(norm)
-    unit.weight.fill_(1)
-    change = unit.backward(-delta, norm.rebuild_output(saved)[0], saved) * norm.weight
+    unit.weight.fill_(1 - norm.offset)
+    change = unit.backward(-delta, norm.rebuild_output(saved)[0], saved) * norm.gain
     push = linear.forward(change, model.head.effective_weight(), None)
-    return model.head.forward(a_11), push
+    logits = model.logit_map.forward(model.head.forward(a_11))
+    return logits, model.logit_map.backward(push, logits.clone())
 
 
 def lens(session: Session, sentence: TracedSentence, station: Station, *, top: int = 5) -> Lens:

@@ -68,7 +68,7 @@ def _words(session: Session, model: GPT, rows: Tensor) -> list[NeuronWords]:
     norm, rows = model.final_norm, rows.to(model.dtype)
     scale = rows.norm(dim=1, keepdim=True).clamp(min=1e-30) / rows.shape[1] ** 0.5
     read = norm.forward(rows / scale)[0] - norm.forward(torch.zeros_like(rows))[0]  # without the bias; any length
-    logits = linear.forward(read, model.head.effective_weight(), None)[:, :known]
+    logits = model.logit_map.forward(linear.forward(read, model.head.effective_weight(), None))[:, :known]
     count = min(WORDS, known)
     found: list[NeuronWords] = []
     for row in logits.float():

@@ -12,7 +12,7 @@ from ..presentation.chances import losses_of
 from ..presentation.notation import symbol, symbols
 from ..session.objectives import describe
 from ..session.session import Session, TracedSentence
-from ..stations.end_formulas import LOSSES
+from ..stations.end_formulas import LOSSES, explained
 from ..stations.formulas import ERRATA, Formula, mathml
 from ..stations.network import letter_of
 from ..stations.sources import readable_first, source
@@ -39,20 +39,27 @@ def table(session: Session) -> Table:
 
 def _station_entry(session: Session, station: Station) -> StationEntry:
     losses = LOSSES if station.kind == "loss" else {}
-    skipped = session.network.maker(station.inputs[0]) if station.kind == "add" else None
     return {
         "id": station.id, "kind": station.kind, "block": station.block, "title": station.title,
         "summary": station.summary, "forward": _lines(station.forward), "backward": _lines(station.backward),
         "errata": list(station.errata), "sources": readable_first(station.sources), "more": _more(session, station),
-        "skips_from": None if skipped is None or skipped.kind in ("embedding", "next") else skipped.outputs[0],
+        "reads": list(dict.fromkeys(_shown_at(session, name) for name in station.inputs)),
         "outgoing": symbols(station.outgoing), "symbol": symbols(station.a) if station.a else "a₀",
         "delta_symbol": symbols(station.incoming), "derived_in": [f"docs/layers/{page}.md" for page in station.derived_in],
         "exercises": offered_at(station, session.model),
         "by_objective": {
             kind: {"summary": one.summary, "forward": _lines(one.forward), "backward": _lines(one.backward)}
-            for kind, one in losses.items()
+            for kind, one in ((kind, explained(kind, session.model.logit_map)) for kind in losses)
         },
     }  # fmt: skip
+
+
+def _shown_at(session: Session, name: str) -> str | None:
+    """The station with this output; None of what comes into a block."""
+    maker = session.network.maker(name)
+    if maker is not None and maker.kind in ("embedding", "next"):
+        return None
+    return next((s.id for s in session.stations if name in s.a), None)
 
 
 def _lines(formulas: tuple[Formula, ...]) -> list[FormulaLine]:
@@ -76,7 +83,7 @@ def _more(session: Session, station: Station) -> list[More]:
 def overview(session: Session, sentence: TracedSentence) -> Overview:
     """Return the tokens, the loss, ‖a‖ and ‖Δ‖ per token at every station, and the norm of every gradient."""
     t = sentence.trace
-    losses = losses_of(t["a_12"][:-1], sentence.targets[0, :-1])
+    losses = losses_of(session.logits(sentence)[:-1], sentence.targets[0, :-1])
     groups, sizes = _groups(session, sentence)
     return {
         "id": sentence.id, "text": sentence.text, "version": sentence.version,

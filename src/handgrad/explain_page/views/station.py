@@ -171,7 +171,7 @@ def depends_on(session: Session, sentence: TracedSentence, station: Station) -> 
 
 def positions(session: Session, sentence: TracedSentence, *, top: int = 5, bars: int = 6) -> list[LossPosition]:
     """Return, for every position, the target, the most probable tokens, and the largest entries of Δ_12."""
-    logits, delta = sentence.trace["a_12"], sentence.trace["delta_12"]
+    logits, delta = session.logits(sentence), sentence.trace["delta_12"]
     rows: list[LossPosition] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         row = position_of(session, log_chances(logits[t]), sentence.ids[t], target, top)
@@ -194,6 +194,8 @@ def _about_push(session: Session, sentence: TracedSentence, t: int, row: Positio
         return f"{after}: what is explained does not depend on this position, so its row of Δ₁₂ is 0."
     if isinstance(objective, LogitDifference):
         word, other = (captions.quote(session.token_text(id)) for id in (objective.token, objective.against))
+        if not session.model.logit_map.identity:
+            return f"{after}: the logit of {word} minus that of {other}, both as the softmax reads them, is differentiated."
         return (
             f"{after}: the logit of {word} minus that of {other} is differentiated, so Δ₁₂ is 1 for {word}, −1 for {other}"
             " and 0 for every other token."
@@ -201,4 +203,5 @@ def _about_push(session: Session, sentence: TracedSentence, t: int, row: Positio
     if row["target"] is None:
         return "The last token has no target, so its row of Δ₁₂ is 0."
     push = sentence.trace["delta_12"][t, int(sentence.targets[0, t])].abs().item()
-    return captions.about_push(row, push, len(sentence.ids) - 1 if objective == MEAN_LOSS else 1)
+    mapped = not session.model.logit_map.identity
+    return captions.about_push(row, push, len(sentence.ids) - 1 if objective == MEAN_LOSS else 1, mapped)

@@ -58,11 +58,11 @@ def take_step(
             session.drop_version(version)
         else:
             new = session.sentence(sentence.text, version, sentence.objective)
-            id, logits = new.id, new.trace["a_12"]
+            id, logits = new.id, session.logits(new)
     return {
         "id": id, "version": version, "steps": made.steps,
         "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, logits),
-        "rounding": _rounding(sentence),
+        "rounding": _rounding(session, sentence),
     }  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _measured(session: Session, sentence: TracedSentence, version: int, lr: floa
 
 def _moves(session: Session, old: TracedSentence, logits: Tensor) -> list[Move]:
     """Return the probability of each target before and after the step."""
-    before, after = (losses_of(x[:-1], old.targets[0, :-1]) for x in (old.trace["a_12"], logits))
+    before, after = (losses_of(x[:-1], old.targets[0, :-1]) for x in (session.logits(old), logits))
     return [
         {
             "token": session.token_text(one),
@@ -153,7 +153,7 @@ def _moves(session: Session, old: TracedSentence, logits: Tensor) -> list[Move]:
     ]
 
 
-def _rounding(sentence: TracedSentence) -> float:
+def _rounding(session: Session, sentence: TracedSentence) -> float:
     """A change of the objective below this may be rounding: logits are rounded to their last digit."""
-    logits = sentence.trace["a_12"]
+    logits = session.logits(sentence)
     return torch.finfo(logits.dtype).eps * logits.abs().max().item()

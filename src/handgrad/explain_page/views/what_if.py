@@ -113,8 +113,11 @@ def _all_additions(network: Network) -> list[list[NetworkStep]]:
 
 def _past(network: Network, addition: NetworkStep) -> str:
     """What a skip connection passes by."""
-    kinds = [step.kind for step in network.branch(addition)]
-    return next((kind for kind in ("attention", "convolution") if kind in kinds), "feed-forward layer")
+    kinds = [[step.kind for step in branch] for branch in network.branches(addition)]
+    names = (
+        next((kind for kind in ("attention", "convolution") if kind in own), "feed-forward layer") for own in kinds
+    )
+    return " and ".join(names)
 
 
 def signal_at(t: Trace, place: Place) -> tuple[Tensor, Tensor]:

@@ -166,6 +166,8 @@ class Experts(Parts):
     def _backward_shared(self, delta_9: Tensor, saved: Saved, a: Rows, delta: Tensor | None, run: Pass) -> None:
         """Add the part of the shared expert to Δ_6."""
         own, score = saved.shared, saved.shared_score
+        signal: Tensor | None
+        of_gate: Tensor | None
         assert own is not None
         if score is None:
             signal = self.shared.backward(run.at("delta_shared", delta_9), own, a, run)

@@ -23,6 +23,12 @@ class Norm(Hookless, ABC):
     def gain(self) -> Tensor:
         return self.weight + self.offset if self.offset else self.weight
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What distinguishes it from the paper's norm, for the step that it is."""
+        no_bias = isinstance(self, LayerNorm) and self.bias is None
+        return *(("gain 1 + w",) if self.offset else ()), *(("no bias",) if no_bias else ())
+
     @abstractmethod
     def forward(self, a: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Any]:
         """a → the output, in this dtype if it is given, and what `rebuild_output` and `backward` need"""

@@ -1,0 +1,52 @@
+"""The fields of config.json about mixtures of experts that are not one field of `ModelConfig` each."""
+
+from typing import Any
+
+from ..checks import check_integer
+from ..errors import HandgradError, shown
+from ..families import Family
+from ..model.config import ModelConfig
+
+
+def read_experts(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The blocks without experts, and the width of what all tokens share."""
+    found: dict[str, Any] = {}
+
+    def integer(field: str) -> int:
+        value = raw.get(field, family.defaults[field])
+        check_integer(field, value)
+        return int(value)
+
+    if "decoder_sparse_step" in family.defaults:
+        step, listed = integer("decoder_sparse_step"), raw.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or any(type(i) is not int for i in listed):
+            raise HandgradError(f"mlp_only_layers must be a list of blocks, not {shown(listed)}")
+        found["dense"] = tuple(i for i in range(config.n_blocks) if i in listed or (i + 1) % step)
+    if "first_k_dense_replace" in family.defaults:
+        found["dense"] = tuple(range(min(integer("first_k_dense_replace"), config.n_blocks)))
+    if "n_shared_experts" in family.defaults:
+        found["d_shared"] = integer("n_shared_experts") * config.expert_width or None
+    return found
+
+
+def expert_fields(config: ModelConfig) -> dict[str, object]:
+    """The same fields, as far as the family has them; `own` writes what it cannot express."""
+    defaults, written = config.table.defaults, dict[str, object]()
+    if "decoder_sparse_step" in defaults:
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense)}
+    if "first_k_dense_replace" in defaults:
+        written["first_k_dense_replace"] = len(config.dense)
+    if "n_shared_experts" in defaults:
+        written["n_shared_experts"] = (config.d_shared or 0) // config.expert_width
+    return written
+
+
+def told_by_experts(config: ModelConfig) -> set[str]:
+    """The choices that these fields express."""
+    defaults, told = config.table.defaults, set[str]()
+    first = config.dense == tuple(range(len(config.dense)))
+    if "decoder_sparse_step" in defaults or ("first_k_dense_replace" in defaults and first):
+        told.add("dense")
+    if "n_shared_experts" in defaults and (config.d_shared or 0) % config.expert_width == 0:
+        told.add("d_shared")
+    return told
