@@ -39,7 +39,7 @@ REFUSED = {
     **{f"gemma3_text, {n} queries to a key": "attention_scale" for n in (1, 3, 9)},
     "gemma3_text, window": "attention_scale",
     "gemma3_text, linear": "attention_scale",
-    "llama, dynamic": "is \"dynamic\"",
+    "llama, dynamic": 'is "dynamic"',
     "olmo3, window": "rope_scaling",
     "olmo3, 3 queries to a key": "rope_scaling",
     "lfm2, biases, four taps": "conv.bias",

@@ -94,7 +94,9 @@ def _columns(session: Session, sentence: TracedSentence, room: int) -> Iterator[
     the first one's, and at least the last number."""
     for columns in COLUMNS:
         block = [s for s in session.stations if s.block == 0]
-        size = len(_json(_pictures(session, sentence, columns, block, session.network.attending()[:1])).encode())
+        size = len(
+            _json(_pictures(session, sentence, columns, block, session.network.having("attention")[:1])).encode()
+        )
         if size * session.model.config.n_blocks <= room or columns == COLUMNS[-1]:
             yield columns
 
@@ -110,7 +112,7 @@ def _pictures(
     config, found = session.model.config, Embedded(session, sentence)
     for station in session.stations if stations is None else stations:
         found.add("station", {"limit": columns}, station=station.id)
-    for block in session.network.attending() if blocks is None else blocks:
+    for block in session.network.having("attention") if blocks is None else blocks:
         for head in range(config.n_heads):
             found.add("head", {"limit": columns}, block=block, head=head)
     return found

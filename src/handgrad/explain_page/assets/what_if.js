@@ -88,7 +88,7 @@ function parts(effects, heads, pick) {
         `skip connection past ${edges[i].past} of block ${b + 1}`,
       ],
     }),
-    grid("Neurons", effects.neurons[0].map((_, i) => `${i + 1}. neuron`), values(effects.neurons), pick, {
+    effects.neurons.some((row) => row.length) && grid("Neurons", numbered(effects.neurons), values(effects.neurons), pick, {
       python: python.neurons,
       part: (b, i) => {
         const { neuron } = effects.neurons[b][i];
@@ -101,6 +101,9 @@ function parts(effects, heads, pick) {
   );
 }
 
+/** A column for each neuron of the block with the most: one with a mixture of experts has none. */
+const numbered = (/** @type {any[][]} */ neurons) =>
+  Array.from({ length: Math.max(...neurons.map((row) => row.length)) }, (_, i) => `${i + 1}. neuron`);
 const values = (/** @type {any[][]} */ neurons) => neurons.map((row) => row.map((x) => x.predicted));
 
 /** A table of buttons, blocks × parts, colored by the predicted change.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...errors import HandgradError
 from ...model.layers.experts import Experts
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
@@ -56,6 +57,29 @@ def sent_by_experts(t: Tensors, sentence: TracedSentence, step: NetworkStep, cel
         w = torch.cat([layer.effective_weight().double() for layer in expert.projections()], 1)[cell.column]
         sums.append(Sum((number(torch.cat(parts, 1), f"Δ of expert {e}", lambda k: None), number(w, "w"))))
     return "Δ of the experts' gate and up · rows of their weights", sums
+
+
+def gradient(t: Tensors, step: NetworkStep, symbol: str, cell: Cell) -> Answer:
+    """Of the weights of an expert: w_gate_3, w_up_3 or w_8_3, and their biases; from the tokens that chose it"""
+    letter, _, number_of = symbol.partition("_")
+    kind, _, e = number_of.rpartition("_")
+    if letter not in "wb" or kind not in ("gate", "up", "8"):
+        raise HandgradError(f"{symbol} belongs to an expert, and is not a weight or bias that can be followed")
+    expert, d = _mixture(t, step).experts[int(e)], _width(t, step)
+    inputs, deltas = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+    for row_of_e, slot in (t.trace[step.here + "chosen"] == int(e)).nonzero().tolist():
+        a_8, parts = _expert(t, step, row_of_e, int(e))
+        x, delta = a_8, t[step.signals[0]][row_of_e : row_of_e + 1, slot * d : (slot + 1) * d].double()
+        if kind != "8":
+            delta_8 = delta @ expert.contract.effective_weight().double().t()
+            delta = expert.backward_activation(delta_8, parts)[0][0 if kind == "gate" else 1]
+            x = t[step.inputs[0]][row_of_e].double()
+        inputs.append(x.flatten()[cell.row : cell.row + 1])
+        deltas.append(delta.flatten()[cell.column : cell.column + 1])
+    told = number(torch.cat(deltas), "Δ", lambda k: None)
+    if letter == "b":
+        return "Δ, summed over the tokens of the expert", [Sum((told,))]
+    return "input · Δ, over the tokens of the expert", [Sum((number(torch.cat(inputs), "input", lambda k: None), told))]
 
 
 def sent_by_mixture(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:

@@ -259,6 +259,8 @@ def _gradient(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, symbo
         return _tap(t, here, letter, i, j)
     if isinstance(of, Sinks):
         return _sink(t, step, of, j)
+    if step.kind == "experts":
+        return mixture.gradient(t, step, symbol, cell)
     layer, source, signals = t.layer(here, n)
     delta = _output_column(t, signals, n, j)
     if letter == "b":

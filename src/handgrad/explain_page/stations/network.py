@@ -118,13 +118,13 @@ class Network:
                 return step
         raise HandgradError(f"block {block} has no step of kind {' or '.join(kinds)}")
 
-    def attending(self) -> list[int]:
-        """The blocks with attention."""
-        return [b for b, steps in enumerate(self.blocks) if any(step.kind == "attention" for step in steps)]
+    def having(self, *kinds: str) -> list[int]:
+        """The blocks with a step of one of these kinds."""
+        return [b for b, steps in enumerate(self.blocks) if any(step.kind in kinds for step in steps)]
 
-    def every_attending(self) -> str:
+    def every(self, *kinds: str) -> str:
         """The same as a loop in Python: for b in range(4)"""
-        found, n = self.attending(), len(self.blocks)
+        found, n = self.having(*kinds), len(self.blocks)
         return f"for b in range({n})" if len(found) == n else f"for b in {found}"
 
     def neurons(self, block: int) -> tuple[NetworkStep, NetworkStep, NetworkStep]:

@@ -119,7 +119,7 @@ def all_heads(session: Session, sentence: TracedSentence, *, limit: int = 16) ->
     """Return every head of every block in small: its attention weights, and the error sent back between tokens."""
     t, config = sentence.trace, session.model.config
     rows: list[list[SmallHead]] = []
-    largest, attending = (0.0, 0, 0), session.network.attending()
+    largest, attending = (0.0, 0, 0), session.network.having("attention")
     with session.model_at(sentence.version) as model, torch.no_grad():
         for b in range(config.n_blocks):
             heads: list[SmallHead] = []
@@ -134,7 +134,7 @@ def all_heads(session: Session, sentence: TracedSentence, *, limit: int = 16) ->
                 })  # fmt: skip
             rows.append(heads)
     _, b, h = largest
-    every = f"{session.network.every_attending()} for h in range({config.n_heads})"
+    every = session.network.every("attention") + f" for h in range({config.n_heads})"
     return {
         "blocks": rows,
         "caption": f"The largest error reaches head {h + 1} of block {b + 1}: length {typeset(largest[0])}."

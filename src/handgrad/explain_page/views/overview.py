@@ -75,7 +75,8 @@ def _more(session: Session, station: Station) -> list[More]:
         found.append("head")
     if station.stream:
         found.append("lens")
-    if station.block is not None and station.a in [s.outputs for s in session.network.neurons(station.block)]:
+    b, network = station.block, session.network
+    if b in network.having("activation", "gated") and station.a in [s.outputs for s in network.neurons(b)]:
         found.append("neurons")
     return found
 

@@ -269,23 +269,32 @@ def effects(session: Session, sentence: TracedSentence, *, neurons: int = 5) -> 
     heads, skips = [], []
     best: list[list[NeuronEffect]] = []
 
+    def activation_of(b: int) -> tuple[str, str]:
+        step = network.find(b, "activation", "gated")
+        return step.outputs[0], step.signals[0]
+
     def by_column(a: str, delta: str) -> Tensor:
         return -(t[a].double() * t[delta].double()).sum(0)
 
+    activating = network.having("activation", "gated")  # a mixture of experts has no row of neurons for every token
+    neuron = ""
     for b in range(config.n_blocks):
-        mixing, (_, activation, _) = network.find(b, "attention", "convolution"), network.neurons(b)
+        mixing = network.find(b, "attention", "convolution")
         attends = mixing.kind == "attention"  # a block with a convolution has no heads
         additions = [(s.inputs[0], s.signals[0]) for s in _additions(network, b)]
         change = by_column(mixing.outputs[0], mixing.signals[0]).view(config.n_heads, -1).sum(1) if attends else None
         heads.append([] if change is None else change.tolist())
         skips.append([by_column(*names).sum().item() for names in additions])
-        blame = by_column(activation.outputs[0], activation.signals[0])
-        top = torch.topk(blame.abs(), min(neurons, len(blame))).indices.tolist()
-        best.append([{"neuron": j, "predicted": blame[j].item()} for j in top])
+        best.append([])
+        if b in activating:
+            names = activation_of(b)
+            blame, neuron = by_column(*names), _product(names)
+            top = torch.topk(blame.abs(), min(neurons, len(blame))).indices.tolist()
+            best[b] = [{"neuron": j, "predicted": blame[j].item()} for j in top]
     products = [_product(names) for names in [(mixing.outputs[0], mixing.signals[0]), *additions]]
-    every = f"for b in range({config.n_blocks})"
+    with_heads = network.every("attention")
+    every, with_neurons = f"for b in range({config.n_blocks})", network.every("activation", "gated")
     past = [{_past(network, step): None for step in steps} for steps in zip(*_all_additions(network), strict=True)]
-    neuron = _product((activation.outputs[0], activation.signals[0]))
     return {
         "heads": heads, "skips": skips, "neurons": best,
         "edges": [
@@ -293,9 +302,9 @@ def effects(session: Session, sentence: TracedSentence, *, neurons: int = 5) -> 
             for s, which in zip(_additions(network, b), past, strict=True)
         ],
         "python": {
-            "heads": f"{{b: {products[0]}.sum(0).view({config.n_heads}, -1).sum(1) {network.every_attending()}}}",
+            "heads": f"{{b: {products[0]}.sum(0).view({config.n_heads}, -1).sum(1) {with_heads}}}",
             "skips": f"{{b: [{', '.join(f'{x}.sum()' for x in products[1:])}] {every}}}",
-            "neurons": f"{{b: {neuron}.sum(0) {every}}}",
+            "neurons": f"{{b: {neuron}.sum(0) {with_neurons}}}" if activating else "",
         },
     }  # fmt: skip
 
