@@ -49,7 +49,7 @@ def test_saved_choices_come_back(name: str, tmp_path: Path) -> None:
         ({"windowed": (0,)}, "give window as well"),
         ({"family": []}, "unknown family"),
         ({"rope_scaling": None}, "rope_scaling must be a Scaling"),
-        ({"rope_scaling": Scaling("dynamic", 2.0)}, "rope_scaling must be a Scaling"),
+        ({"rope_scaling": Scaling("su", 2.0)}, "rope_scaling must be a Scaling"),
         ({"rope_scaling": Scaling("llama3", 8.0)}, "needs original_max_position_embeddings"),
         ({"rope_scaling": Scaling("llama3", 8.0, 16, 4.0, 4.0)}, "high_freq_factor must be larger"),
         ({"rope_base": 1.0}, "rope_base must be a number above 1"),

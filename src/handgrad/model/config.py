@@ -19,6 +19,7 @@ _OPTIONAL = (
     "d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_width", "n_experts", "experts_per_token", "d_expert",
     "d_shared",
 )  # fmt: skip
+_SCALES = ("embedding_scale", "residual_scale", "logit_scale", "logit_cap", "attention_scale", "score_cap")
 _SWITCHES = (
     "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "norm_bias", "qk_norm",
     "qk_norm_joint", "rotary_neighbors", "parallel", "sinks", "qkv_by_head", "normalized_gates",
@@ -123,12 +124,6 @@ class ModelConfig:
                 " head serves a group of equally many query heads"
             )
         self._check_scales()
-        for name in ("attention_scale", "score_cap"):
-            x = getattr(self, name)
-            if x is not None and not (is_number(x) and 1e-6 <= x <= 1e6):
-                raise HandgradError(
-                    f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default"
-                )
         if self.positions == "rotary":
             self._check_rotary()
         self._check_conv()
@@ -152,10 +147,12 @@ class ModelConfig:
             raise HandgradError("a short convolution reads earlier tokens only: it needs a causal model (causal=True)")
 
     def _check_scales(self) -> None:
-        for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
-            value = getattr(self, name)
-            if (name != "logit_cap" or value is not None) and not (is_number(value) and value > 0):
-                raise HandgradError(f"{name} must be a number above 0, not {value!r}")
+        for name in _SCALES:
+            x, optional = getattr(self, name), name in ("logit_cap", "attention_scale", "score_cap")
+            if not (optional and x is None) and not (is_number(x) and 1e-6 <= x <= 1e6):
+                raise HandgradError(
+                    f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default"
+                )
         if type(self.gain_offset) not in (int, float) or self.gain_offset not in (0, 1):
             raise HandgradError(f"gain_offset must be 0 or 1, not {self.gain_offset!r}")
         if self.gain_offset and self.norm != "rms":
@@ -183,9 +180,10 @@ class ModelConfig:
                 raise HandgradError(f"the family {self.family} has no name for {layer}: choose another family")
         if self.gated != any(self.table.has(x) for x in ("mlp.gate", "mlp.gate_expand", "expert.gate")):
             raise HandgradError(f"gated={self.gated} does not fit the family {self.family}: choose another family")
-        if not self.key_bias and not (self.qkv_bias and self.positions == "learned" and not self.qk_norm):
+        if not self.key_bias and (not self.qkv_bias or self.key_bias_matters):
             raise HandgradError(
-                "key_bias=False needs query and value biases, learned positions and no qk_norm: else b_k has an effect"
+                "key_bias=False needs query and value biases, learned positions, and no qk_norm, score_cap or sinks: else"
+                " b_k has an effect"
             )
 
     def _check_experts(self) -> None:
@@ -282,6 +280,12 @@ class ModelConfig:
     def sparse_block(self, i: int) -> bool:
         """Whether block i has a mixture of experts."""
         return self.n_experts is not None and i not in self.dense
+
+    @property
+    def key_bias_matters(self) -> bool:
+        """Whether b_k has an effect. It adds the same to all scores of a query, which a softmax ignores (19), unless they
+        are capped or stand beside a sink's, or keys are rotated or normalized."""
+        return self.positions == "rotary" or self.qk_norm or self.score_cap is not None or self.sinks
 
     @property
     def query_width(self) -> int:

@@ -29,7 +29,9 @@ def attention(attn: Attention, config: ModelConfig, names: tuple[str, str], bloc
     changed = attn.normed or attn.rotated
     plain_scores = attn.scores.scale is None and attn.scores.cap is None and attn.sinks is None
     as_in_paper = not changed and not grouped and plain_scores and (fused or not adapted)
-    no_effect = "k" in _biases(attn) and not changed  # b_k adds the same to all scores of a row
+    no_effect = (
+        "k" in _biases(attn) and not changed and attn.scores.cap is None and attn.sinks is None
+    )  # b_k adds the same to all scores of a row
     forward = (_projections(attn, adapted), *_norms(attn), *_rotation(attn, config, block), *_heads(attn, grouped))
     backward = _errors_as_in_paper(attn, adapted) if as_in_paper else _errors(attn, config, adapted, grouped)
     start = r"\Delta_2 = "

@@ -73,7 +73,7 @@ class Attention(Parts):
         widths = c.qkv_widths()
         self.inputs: tuple[str, ...] = ("qkv",) if "attn.qkv" in names else ("q", "k", "v")
         if self.inputs == ("qkv",):
-            matters = c.positions == "rotary" or c.qk_norm
+            matters = c.key_bias_matters
             fused = QueryKeyValue(c.d_model, widths, c.qkv_bias, c.key_bias, matters, device, stored=stored)
             fused.heads = c.n_heads if c.qkv_by_head else None
             self.add("qkv", names["attn.qkv"], fused)
