@@ -48,6 +48,10 @@ def fields_of(folder: Path) -> dict[str, Any]:
         network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         fields = {name: x for name, x in fields.items() if not name.startswith("block_") and name != "full_attn_idxs"}
         fields["intermediate_size"] = network.model.layers[0].feed_forward.w1.out_features
+    if fields["model_type"] == "granitemoehybrid":  # that of experts, of which a dense model has none
+        del fields["intermediate_size"]
+    if "sliding_attention" not in (fields.get("layer_types") or ["sliding_attention"]):  # no block has the window
+        fields.pop("sliding_window", None)
     return {name: value for name, value in fields.items() if name not in SILENT and value is not None}
 
 

@@ -30,7 +30,7 @@ from ..model.storage.weights import Scratch
 from ..text.endings import end_ids
 from ..text.tokenizer import FORMAT
 from .config_json import config_json, read_config
-from .stacked_experts import split_headers, split_tensors, stack_tensors
+from .stacked_experts import name_in_files, split_headers, split_tensors, stack_tensors
 
 GENERATION = "generation_config.json"
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
@@ -135,10 +135,12 @@ def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path
             for name, shape in kinds[kind_of[i]].items():
                 yield every.format(i) + name, shape
 
+    table = config.table
     names = {name for name, _ in expected()}
-    missing = sorted(names - set(headers))
+    missing = sorted({name_in_files(name, table) for name in names - set(headers)})
     if missing:
-        raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(names)} are missing)")
+        every = {name_in_files(name, table) for name in names}
+        raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(every)} are missing)")
     unknown = sorted(name for name in set(headers) - names if not re.fullmatch(config.table.extra_tensors, name))
     if unknown:
         raise HandgradError(
@@ -147,7 +149,9 @@ def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path
     for name, shape in expected():
         found = headers[name]
         if found.shape != shape:
-            raise HandgradError(f"{folder}: {name} has shape {found.shape}; config.json requires {shape}")
+            raise HandgradError(
+                f"{folder}: {name_in_files(name, table)} has shape {found.shape}; config.json requires {shape}"
+            )
         if not found.dtype.is_floating_point:
             raise HandgradError(f"{folder}: {name} holds {found.dtype}, not floating-point numbers")
 

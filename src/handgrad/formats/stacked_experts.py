@@ -53,6 +53,15 @@ def split_headers(headers: Mapping[str, Header], family: Family) -> dict[str, He
     return found
 
 
+def name_in_files(name: str, family: Family) -> str:
+    """The name that a tensor has in the family's files: layers of experts are parts of a stacked one."""
+    parts = re.fullmatch(r"(.+\.mlp\.experts)\.\d+\.(.+)\.(weight|bias)", name) if family.stacked_experts else None
+    if parts is None:
+        return name
+    stacked = next(x for x, layers in _LAYERS.items() if parts[2] in [family.names[layer] for layer in layers])
+    return f"{parts[1]}.{stacked}{'_bias' if parts[3] == 'bias' else ''}"
+
+
 def stack_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
     """Tensors as the family's files have them: those of gpt-oss are stacked."""
     if not family.stacked_experts:
