@@ -139,8 +139,8 @@ def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path
     names = {name for name, _ in expected()}
     missing = sorted({name_in_files(name, table) for name in names - set(headers)})
     if missing:
-        every = {name_in_files(name, table) for name in names}
-        raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(every)} are missing)")
+        total = len({name_in_files(name, table) for name in names})
+        raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {total} are missing)")
     unknown = sorted(name for name in set(headers) - names if not re.fullmatch(config.table.extra_tensors, name))
     if unknown:
         raise HandgradError(
