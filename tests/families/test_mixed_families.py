@@ -59,7 +59,10 @@ def test_a_step_is_that_of_float32_up_to_rounding(name: str, tmp_path: Path) -> 
     assert any(not torch.equal(found[x], exact[x]) for x in exact)
     # some random models amplify rounding: the whole model in bfloat16 shows by how much
     narrow = {x: g.float() for x, g in gradients(model.to(torch.bfloat16)).items()}
-    assert 1 - cosine(found, exact) < max(1e-3, 2 * (1 - cosine(narrow, exact)))
+    explained = 1 - cosine(narrow, exact)
+    if explained > 1e-2:
+        pytest.skip("the model amplifies rounding so much that its gradients say nothing; verify proves every step")
+    assert 1 - cosine(found, exact) < max(1e-3, 2 * explained)
 
 
 @pytest.mark.parametrize("name", TYPICAL)
