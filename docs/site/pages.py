@@ -34,6 +34,7 @@ GROUPS = {
     "proof": "Checks of our gradients",
     "auditing": "Checks of other gradients",
     "machine": "Settings of the process",
+    "plan": "Number of threads",
     "errors": "Errors",
 }
 
