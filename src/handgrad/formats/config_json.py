@@ -16,18 +16,13 @@ from ..families.family import ACTIVATIONS
 from ..families.refused import REFUSED
 from ..model.config import ACTIVATIONS as PLAIN
 from ..model.config import GATES, ModelConfig
-from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 from .conv_fields import conv_fields, read_conv_fields
 from .expert_fields import expert_fields, read_experts, told_by_experts
+from .rope_fields import LOCAL, read_rope, rope_fields
 
 _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
-_LOCAL = "sliding_attention"  # whose frequencies are apart
-_NEEDED = {
-    "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"), "dynamic": ("factor",),
-}  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention")
 # Fields of other families that some files carry, with the value that changes nothing.
 _NEUTRAL = {
@@ -88,7 +83,9 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
     try:
         config = ModelConfig(**{**values, **own, "family": family.name})
         if config.positions == "rotary":
-            config = replace(config, **{**_rotary(raw, config, family), **own})
+            config = replace(
+                config, **{**read_rope(raw, config, family), "unrotated": _unrotated(raw, config, family), **own}
+            )
         config = replace(config, **{**read_experts(raw, config, family), **own})
         return replace(config, **{**_window(raw, config, family), **read_conv_fields(raw, config, family), **own})
     except HandgradError as mistake:
@@ -164,89 +161,6 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
 # ── rotary positions ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The rotary fields, as transformers 5 writes them (rope_parameters) or as older files have them."""
-    given = (
-        raw.get("rope_scaling") or raw.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
-    )  # transformers' own order
-    if not isinstance(given, dict):
-        raise HandgradError(f"rope_scaling must be an object, not {shown(given)}")
-    found: dict[str, Any] = {}
-    if family.local_rope:
-        local, given = given.get(_LOCAL) or {}, given.get("full_attention", {} if _LOCAL in given else given) or {}
-        apart = "rope_local_base_freq" in family.defaults  # else both have rope_theta
-        theirs = {**raw, "rope_theta": raw.get("rope_local_base_freq")} if apart else raw
-        base, scaling, _ = _table(local, theirs, config, family, apart)
-        if scaling != UNSCALED:
-            raise HandgradError(f"rope_type {scaling.rope_type} of blocks with a window is not supported")
-        found["local_rope_base"] = base
-    base, scaling, share = _table(given, raw, config, family)
-    if share is not None and share != 1:
-        found["rotary_width"] = int(config.query_width * share)
-    return {**found, "rope_base": base, "rope_scaling": scaling, "unrotated": _unrotated(raw, config, family)}
-
-
-def _table(
-    given: dict[str, Any], raw: dict[str, Any], config: ModelConfig, family: Family, local: bool = False
-) -> tuple[Any, Scaling, float | None]:
-    """The base and the scaling of frequencies, and the share of a head that is rotated if the family has one."""
-    if not isinstance(given, dict):
-        raise HandgradError(f"rope_parameters must be an object, not {shown(given)}")
-    given, defaults = dict(given), family.defaults
-    base = given.pop("rope_theta", None)
-    base = raw.get("rope_theta", raw.get("rotary_emb_base")) if base is None else base
-    base = defaults.get("rope_local_base_freq" if local else "rope_theta", 10000.0) if base is None else base
-    share = family.rotary_share
-    if share is not None:
-        share = given.pop("partial_rotary_factor", raw.get("partial_rotary_factor", raw.get("rotary_pct", share)))
-        if not is_number(share) or not 0 < share <= 1:
-            raise HandgradError(f"partial_rotary_factor must be a number above 0 and at most 1, not {shown(share)}")
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    kind = "longrope" if kind == "su" else kind
-    if kind not in ROPE_TYPES:
-        raise HandgradError(f"rope_type {shown(kind)} is not supported; choose one of {', '.join(ROPE_TYPES)}")
-    unknown = [field for field in given if field not in Scaling._fields]
-    for field in unknown:
-        neutral = 1.0 if field == "partial_rotary_factor" else None
-        if given[field] != neutral:
-            raise HandgradError(f"{field}={shown(given[field])} in rope_scaling is not supported")
-    if kind == "default":
-        return base, UNSCALED, share
-    known = {field: given[field] for field in given if field in Scaling._fields}
-    for field in _NEEDED[kind]:
-        # transformers computes a factor of yarn that is null, and refuses one that is missing
-        if known.get(field) is None and not (kind == "yarn" and field in known):
-            raise HandgradError(f"rope_scaling of the type {kind} needs {field}")
-    if kind == "longrope":
-        known |= {name: _factors(name, known[name]) for name in ("short_factor", "long_factor")}
-        known |= {"original_max_position_embeddings": x} if (x := raw.get("original_max_position_embeddings")) else {}
-    return base, _checked(Scaling(kind, **known), config, known.get("factor") is not None), share
-
-
-def _factors(name: str, given: Any) -> tuple[Any, ...]:
-    if not isinstance(given, list) or not all(is_number(x) and x > 0 for x in given):
-        raise HandgradError(f"{name} in rope_scaling must be a list of numbers above 0, not {shown(given)}")
-    return tuple(float(x) for x in given)
-
-
-def _checked(scaling: Scaling, config: ModelConfig, given_factor: bool) -> Scaling:
-    """Fill in what transformers computes from other fields, and check the values."""
-    if scaling.rope_type in ("llama3", "yarn", "longrope") and scaling.original_max_position_embeddings is None:
-        scaling = scaling._replace(original_max_position_embeddings=config.n_context)
-    context = scaling.original_max_position_embeddings
-    if not given_factor and is_number(context) and context:
-        scaling = scaling._replace(factor=config.n_context / context)
-    for field, value in scaling._asdict().items():
-        if (
-            field not in ("rope_type", "truncate", "short_factor", "long_factor")
-            and value is not None
-            and not (is_number(value) and value > 0)
-        ):
-            raise HandgradError(f"{field} in rope_scaling must be a number above 0, not {shown(value)}")
-    return scaling
-
-
 def _unrotated(raw: dict[str, Any], config: ModelConfig, family: Family) -> tuple[int, ...]:
     """The blocks without rotation: no_rope_layers holds 0 for them."""
     if family.unrotated != "listed blocks":
@@ -286,7 +200,7 @@ def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     if "use_sliding_window" in family.defaults and not isinstance(wanted, bool | None):
         raise HandgradError(f"use_sliding_window must be true or false, not {shown(wanted)}")
     if "use_sliding_window" in family.defaults and not wanted:
-        if kinds and _LOCAL in kinds:
+        if kinds and LOCAL in kinds:
             raise HandgradError("layer_types asks for sliding_attention, but use_sliding_window is false")
         width = None
     blocks = _windowed(raw, config, family, kinds)
@@ -305,7 +219,7 @@ def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
 def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: list[str] | None) -> tuple[int, ...]:
     """The blocks that the window is for."""
     if kinds is not None:
-        return tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL)
+        return tuple(i for i, kind in enumerate(kinds) if kind == LOCAL)
     every = range(config.n_blocks)
     if family.windows == "late blocks":
         first = raw.get("max_window_layers", family.defaults["max_window_layers"])
@@ -339,7 +253,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         **{field: _value(config, field, ours) for field, ours in family.fields.items()},
         **{field: only for field, only in family.only.items() if only is not None},
         **family.written,
-        **(_rope_fields(config) if config.positions == "rotary" else {}),
+        **(rope_fields(config) if config.positions == "rotary" else {}),
         **_layer_fields(config),
         **expert_fields(config),
         # the defaults hold for the family's own vocabulary only; otherwise generation_config.json has the ids
@@ -396,29 +310,6 @@ def _tells_unrotated(config: ModelConfig) -> bool:
     return config.table.unrotated == "listed blocks"
 
 
-def _rope_fields(config: ModelConfig) -> dict[str, object]:
-    """Rotary positions in the form that old and new versions of transformers read, or new ones alone where the old form
-    cannot say it."""
-    scaling, family = config.rope_scaling, config.table
-    given = {name: x for name, x in scaling._asdict().items() if x != UNSCALED._asdict()[name] or name == "factor"}
-    if scaling.rope_type == "llama3":
-        given |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    given = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items()}
-    plain = scaling.rope_type == "default"
-    if family.rotary_share is None and not family.local_rope and "rope_parameters" not in family.defaults:
-        return {"rope_theta": config.rope_base, "rope_scaling": None if plain else given}
-    table: dict[str, object] = {"rope_theta": config.rope_base, **({"rope_type": "default"} if plain else given)}
-    more = {} if plain or scaling.rope_type != "longrope" else {"original_max_position_embeddings": scaling[2]}
-    if family.rotary_share is not None:
-        share = config.rotary_width_of_head / config.query_width
-        exact = int(config.query_width * share) == config.rotary_width_of_head  # what readers make of it
-        table["partial_rotary_factor"] = share if exact else math.nextafter(share, 1)
-    if not family.local_rope:
-        return {"rope_parameters": table, **more}
-    local = {"rope_theta": config.local_rope_base or config.rope_base, "rope_type": "default"}
-    return {"rope_parameters": {"full_attention": table, _LOCAL: local}, **more}
-
-
 def _layer_fields(config: ModelConfig) -> dict[str, object]:
     """Fields that list a choice for every block."""
     family = config.table
@@ -431,7 +322,7 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
     if "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = config.window is not None
     if family.windows and family.windows != "every block":
-        written["layer_types"] = [_LOCAL if windowed else "full_attention" for windowed in kinds]
+        written["layer_types"] = [LOCAL if windowed else "full_attention" for windowed in kinds]
     elif family.block_kinds:
         written["layer_types"] = [family.block_kinds[0]] * config.n_blocks
     return {**written, **conv_fields(config)} if family.has("conv") else written
