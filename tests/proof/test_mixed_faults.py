@@ -217,14 +217,14 @@ def of_the_first_head(delta: Tensor, a_bar: Tensor, inv: Tensor, w: Tensor) -> T
     return RMS_BACKWARD(delta, a_bar[:, :1].expand_as(a_bar).contiguous(), inv[:, :1].expand_as(inv).contiguous(), w)
 
 
-def reflection(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None) -> Tensor:
+def reflection(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None, neighbors: bool) -> Tensor:
     x_i, x_j = x.float().chunk(2, 2)
     c, s = cos[:, None], sin[:, None]
     found = torch.cat([x_i * c + x_j * s, x_i * s - x_j * c], 2)
     return found.to(x.dtype) if into is None else into.copy_(found)
 
 
-def neighboring_planes(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None) -> Tensor:
+def neighboring_planes(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None, neighbors: bool) -> Tensor:
     x_i, x_j = x.float()[..., 0::2], x.float()[..., 1::2]
     c, s = cos[:, None], sign * sin[:, None]
     found = torch.stack([x_i * c - x_j * s, x_j * c + x_i * s], 3).flatten(2)
