@@ -32,7 +32,10 @@ SIZES = {
 def model_of(family: str, *, seed: int = 0, attention: str = "eager", spread: float = 0.1, **changes: Any) -> Any:
     """A model of two blocks with norms not 1 and biases not 0: errors would be invisible in a new one."""
     others = {"sliding_window": None, "tie_word_embeddings": False} if family in LLAMA_LIKE else {}
-    fields = fields_of(family, SIZES) | NO_TOKEN_IDS | others | MORE.get(family, {})
+    sizes = fields_of(family, SIZES)
+    # sizes in MORE fit those of its own file; a quarter of a head of GPT-NeoX must be a pair of features
+    more = {x: value for x, value in MORE.get(family, {}).items() if x not in sizes or family == "gpt_neox"}
+    fields = sizes | NO_TOKEN_IDS | others | more
     if "layer_types" in fields:
         blocks = changes.get("num_hidden_layers", fields["num_hidden_layers"])
         fields["layer_types"] = (fields["layer_types"] * blocks)[:blocks]
@@ -162,15 +165,17 @@ def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
     blocks, vocabulary, tied = draw.choice([1, 2, 3, 5]), draw.choice([17, 64, 257]), draw.random() < 0.5
     spread = draw.choice([0.02, 0.1, 0.3])
     table = FAMILIES[family]
+    free = "head_dim" in table.fields and family != "helium"  # whose heads together are as wide as the stream
     sizes = {
         "n_vocab": vocabulary, "n_blocks": blocks, "n_heads": heads, "d_rho": width, "d_hidden": draw.choice([5, 32, 96]),
-        "d_model": draw.choice([12, 24, 48]) if "head_dim" in table.fields else heads * width, "tied": tied,
+        "d_model": draw.choice([12, 24, 48]) if free else heads * width, "tied": tied,
         "n_kv_heads": draw.choice([h for h in (1, 2, 3, heads) if heads % h == 0]), "qkv_bias": draw.random() < 0.5,
     }  # fmt: skip
     if not table.fixed.get("gated"):
         sizes["activation"] = draw.choice(["gelu_new", "gelu", "relu"])
     shape = fields_of(family, sizes)
-    if family == "gpt_neox" and width < 8:  # a quarter of a head is no pair of features
+    part = MORE.get(family, {}).get("rope_parameters", ROPE).get("partial_rotary_factor", 1.0)
+    if part * width < 2:  # this part of a head is no pair of features
         shape["rope_parameters"] = {**ROPE, "partial_rotary_factor": 1.0}
     if table.windows and draw.random() < 0.5:
         shape |= window_of(family)

@@ -20,14 +20,14 @@ STEPS = Block.steps
 def test_a_step_of_an_unknown_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(n_blocks=1)
     trace = session.sentence(TEXT).trace
-    dummy = Step("short_conv", "convolution", ("a_10",), ("a_10_mixed",))
+    dummy = Step("mixing", "recurrence", ("a_10",), ("a_10_mixed",))
     monkeypatch.setattr(Block, "steps", lambda self: [*STEPS(self), dummy])
     for read in (
         lambda: make_session(n_blocks=1),  # its stations
         lambda: Network(session.model),  # what is followed
         lambda: attention_head(session.model, trace, 0, 0),
     ):
-        with pytest.raises(HandgradError, match=r"the explain page cannot read the step 'short_conv'.*'convolution'"):
+        with pytest.raises(HandgradError, match=r"the explain page cannot read the step 'mixing'.*'recurrence'"):
             read()
 
 

@@ -4,6 +4,7 @@ that are as small as what is rounded. Exactly the checks of the broken step fail
 import math
 import re
 import runpy
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -217,14 +218,14 @@ def of_the_first_head(delta: Tensor, a_bar: Tensor, inv: Tensor, w: Tensor) -> T
     return RMS_BACKWARD(delta, a_bar[:, :1].expand_as(a_bar).contiguous(), inv[:, :1].expand_as(inv).contiguous(), w)
 
 
-def reflection(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None) -> Tensor:
+def reflection(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None, neighbors: bool) -> Tensor:
     x_i, x_j = x.float().chunk(2, 2)
     c, s = cos[:, None], sin[:, None]
     found = torch.cat([x_i * c + x_j * s, x_i * s - x_j * c], 2)
     return found.to(x.dtype) if into is None else into.copy_(found)
 
 
-def neighboring_planes(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None) -> Tensor:
+def neighboring_planes(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None, neighbors: bool) -> Tensor:
     x_i, x_j = x.float()[..., 0::2], x.float()[..., 1::2]
     c, s = cos[:, None], sign * sin[:, None]
     found = torch.stack([x_i * c - x_j * s, x_j * c + x_i * s], 3).flatten(2)
@@ -447,6 +448,9 @@ LEDGER: dict[str, Fault] = {
     ),
 }  # fmt: skip
 NOT_IN_A_MODEL = {"the permutation in the other direction": "weights are permuted while they are read from a file"}
+# Breaks of these modules' formulas are made in float64 alone: mechanisms that no model of this file has
+NOT_MADE = {"experts": 14, "gated": 2, "short_conv": 11, "scores": 5, "blocks": 5, "rmsnorm": 3, "embedding": 2, "logits": 3,
+            "rotary": 5, "layernorm": 1}  # fmt: skip
 
 
 # As small as what is rounded, or in one place of many.
@@ -486,7 +490,9 @@ def test_a_wrong_formula_fails_at_its_own_step(name: str, monkeypatch: pytest.Mo
 
 def test_how_many_of_the_ledgers_wrong_formulas_fail_in_mixed_precision() -> None:
     ledger = runpy.run_path(str(ROOT / "tests" / "ledger" / "test_ledger.py"))["BREAKS"]
-    assert [*LEDGER] == [name for name in ledger if name not in NOT_IN_A_MODEL] and {*NOT_IN_A_MODEL} <= {*ledger}
+    not_made = [name for name in ledger if name not in LEDGER and name not in NOT_IN_A_MODEL]
+    assert Counter(ledger[name][0].__name__.rpartition(".")[2] for name in not_made) == NOT_MADE
+    assert {*LEDGER, *NOT_IN_A_MODEL} <= {*ledger}
     figure = f"{len(LEDGER)} of {len(ledger)}"
     print(f"wrong formulas of the ledger that fail in mixed precision: {figure}; not:", *NOT_IN_A_MODEL.items())
     assert f"{figure} fail in mixed precision" in (ROOT / "docs" / "proven.md").read_text()

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..errors import HandgradError
 from ..kernels import calls
 from .rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 
@@ -88,6 +89,10 @@ def backward(delta: Tensor, cos: Tensor, sin: Tensor, into: Tensor | None = None
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None, neighbors: bool) -> Tensor:
     """The rotation by the angles (sign 1) or by the opposite ones (−1)."""
+    if len(cos) not in (1, len(x)) or cos.shape != sin.shape:
+        raise HandgradError(
+            f"{len(x)} rows with angles of {tuple(cos.shape)} and {tuple(sin.shape)}: give one row for each"
+        )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     width = 2 * cos.shape[1]
     if width < x.shape[-1]:

@@ -19,7 +19,6 @@ from .points import Point, points_of
 from .subject import Subject
 
 Loss = Callable[[Any, dict[str, Tensor]], Any]
-_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout_p", "dropout")
 
 
 @dataclass
@@ -112,10 +111,9 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     modes = {m: m.training for m in model.modules()}
     changed: list[tuple[Any, str, float]] = []
     for module in modes:
-        names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT
-        for name in names:
-            value = module.__dict__.get(name)
-            if isinstance(value, float) and value:
+        layer = isinstance(module, nn.modules.dropout._DropoutNd)
+        for name, value in list(vars(module).items()):  # attn_pdrop, residual_dropout: each model has its own names
+            if isinstance(value, float) and value and (name == "p" if layer else "drop" in name):
                 changed.append((module, name, value))
                 setattr(module, name, 0.0)
     model.train()
