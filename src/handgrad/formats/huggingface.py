@@ -83,7 +83,7 @@ def read_directory(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     names = config.table.names
     head_name, embed_name = f"{names['head']}.weight", f"{names['embed']}.weight"
     headers = {full_name(name): header for name, header in _headers(folder).items()}
-    matrices = split_headers(headers, config.table)
+    matrices = split_headers(headers, config)
     _check_tensors(replace(config, tied=head_name not in headers), matrices, folder)
     tensors = split_tensors({full_name(name): t for name, t in _weights(headers).items()}, config.table)
     head = tensors.get(head_name)  # the file decides, not config.json

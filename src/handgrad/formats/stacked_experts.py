@@ -6,13 +6,15 @@ as gpt-oss's files                      gate_up_proj (E, d, 2f), gate and up    
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from ..errors import HandgradError
 from ..families import Family
 from ..files.tensors import Header
+from ..model.config import ModelConfig
 
 _NAME = re.compile(r"(.+)\.mlp\.(?:experts\.(gate_up_proj|down_proj)(_bias)?|(.+))")
 _LAYERS = {"gate_up_proj": ("expert.gate", "expert.expand"), "down_proj": ("expert.contract",)}
@@ -20,37 +22,66 @@ _LAYERS = {"gate_up_proj": ("expert.gate", "expert.expand"), "down_proj": ("expe
 
 def split_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
     """Tensors under the names that the family's matrices have; those that are not stacked stay as they are."""
-    if not family.has("mlp.experts") or not any((parts := _NAME.fullmatch(x)) and parts[2] for x in tensors):
+    if not _any_stacked(tensors, family):
         return dict(tensors)
-    found: dict[str, Tensor] = {}
-    for name, x in tensors.items():
-        parts = _NAME.fullmatch(name)
-        if parts is None:
-            found[name] = x
-        elif parts[2] is None:
-            found[f"{parts[1]}.{family.names['mlp']}.{parts[4]}"] = x
-        else:
-            for e, one in enumerate(x):
-                layers = _LAYERS[parts[2]]
-                if family.stacked_experts:
-                    pieces = [one[..., i :: len(layers)].t().contiguous() for i in range(len(layers))]
-                else:
-                    pieces = list(one.chunk(len(layers)))
-                for layer, piece in zip(layers, pieces, strict=True):
-                    where = f"{parts[1]}.{family.names['mlp']}.experts.{e}.{family.names[layer]}"
-                    found[f"{where}.{'bias' if parts[3] else 'weight'}"] = piece
-    return found
+    return {new: piece for name, x in tensors.items() for new, piece in _split(name, x, family)}
 
 
-def split_headers(headers: Mapping[str, Header], family: Family) -> dict[str, Header]:
-    """The same of headers."""
-    sources = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in headers.items()}
-    any_header = next(iter(headers.values()), None)
+def split_headers(headers: Mapping[str, Header], config: ModelConfig) -> dict[str, Header]:
+    """The same of headers. What stands in them is a claim of the file: stacked ones must have the configuration's shape."""
+    family = config.table
+    if config.n_experts is None or not _any_stacked(headers, family):
+        return dict(headers)
     found: dict[str, Header] = {}
-    for name, x in split_tensors(sources, family).items():
-        assert any_header is not None
-        found[name] = headers.get(name, any_header)._replace(shape=tuple(x.shape), dtype=x.dtype)
+    for name, header in headers.items():
+        if (stacked := _stacked_shape(name, config)) is None:
+            found[_own_name(name, family)] = header
+        elif header.shape != stacked:
+            raise HandgradError(f"{header.file}: {name} has shape {header.shape}; config.json requires {stacked}")
+        else:
+            whole = torch.empty(stacked, dtype=header.dtype, device="meta")
+            found |= {new: header._replace(shape=tuple(x.shape)) for new, x in _split(name, whole, family)}
     return found
+
+
+def _any_stacked(names: Iterable[str], family: Family) -> bool:
+    return family.has("mlp.experts") and any((parts := _NAME.fullmatch(x)) and parts[2] for x in names)
+
+
+def _stacked_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:
+    """The shape of a stacked tensor; None if the name is that of another one."""
+    parts = _NAME.fullmatch(name)
+    if parts is None or parts[2] is None:
+        return None
+    assert config.n_experts is not None
+    d, f = config.d_model, config.expert_width
+    out, into = (2 * f, d) if parts[2] == "gate_up_proj" else (d, f)
+    if parts[3]:
+        return config.n_experts, out
+    return (config.n_experts, into, out) if config.table.stacked_experts else (config.n_experts, out, into)
+
+
+def _own_name(name: str, family: Family) -> str:
+    """The name in the family's files of a tensor that is not stacked."""
+    parts = _NAME.fullmatch(name)
+    return name if parts is None else f"{parts[1]}.{family.names['mlp']}.{parts[4]}"
+
+
+def _split(name: str, x: Tensor, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """The matrices or biases in a stacked tensor; any other tensor as it is."""
+    parts = _NAME.fullmatch(name)
+    if parts is None or parts[2] is None:
+        yield _own_name(name, family), x
+        return
+    layers = _LAYERS[parts[2]]
+    for e, one in enumerate(x):
+        if family.stacked_experts:
+            pieces = [one[..., i :: len(layers)].t().contiguous() for i in range(len(layers))]
+        else:
+            pieces = list(one.chunk(len(layers)))
+        for layer, piece in zip(layers, pieces, strict=True):
+            where = f"{parts[1]}.{family.names['mlp']}.experts.{e}.{family.names[layer]}"
+            yield f"{where}.{'bias' if parts[3] else 'weight'}", piece
 
 
 def name_in_files(name: str, family: Family) -> str:
