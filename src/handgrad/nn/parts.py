@@ -8,10 +8,9 @@ changed meanwhile; what it would not it leaves to the original code, and `fell_b
 Attention has no part: see `attention_function.py`.
 """
 
-import copy
 import warnings
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn.modules import module as torchs
 
 from ..model.config import ACTIVATIONS, GATES
 from . import functions, rebuild
+from .norm_kinds import NormKind
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -182,40 +182,6 @@ class NormPart(Part):
         else:
             out = functions.rms_norm(x, gain, float(how.eps(self)))
         return _unless_observed(self, out.to(hidden_states.dtype) if how.narrow else out)
-
-
-class NormKind(NamedTuple):
-    """What a norm of transformers computes: a centered one is LayerNorm without a bias."""
-
-    centered: bool
-    offset: float  # the gain is weight + offset
-    epsilon: str  # the name of the attribute
-    narrow: bool  # whether the result has the input's dtype whatever the weight's
-
-    def eps(self, module: Any) -> float:
-        found: float = getattr(module, self.epsilon)
-        return found
-
-
-def norm_kind(module: Any) -> NormKind | None:
-    """The kind that gives the same values as the module's own code; None if none does."""
-    epsilon = next((x for x in ("variance_epsilon", "eps") if isinstance(getattr(module, x, None), float)), None)
-    if epsilon is None or [*module._parameters] != ["weight"] or module.weight.ndim != 1 or module._modules:
-        return None
-    w = torch.linspace(-0.7, 1.9, len(module.weight))
-    x = torch.linspace(-3, 5, 3 * len(w)).cos().view(3, -1) + 0.3
-    twin = copy.copy(module)
-    twin.__dict__["_parameters"] = {"weight": nn.Parameter(w)}
-    with torch.no_grad():
-        expected = type(module).forward(twin, x)
-        narrow = type(module).forward(twin, x.bfloat16()).dtype == torch.bfloat16
-        for centered in (False, True):
-            normed = (x - x.mean(-1, keepdim=True) if centered else x).double()
-            normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + getattr(module, epsilon))
-            for offset in (0.0, 1.0):
-                if bool(((normed * (w + offset) - expected).abs() <= 1e-5 * (1 + expected.abs())).all()):
-                    return NormKind(centered, offset, epsilon, narrow)
-    return None
 
 
 _FORWARD = "forward", "forward_pre"

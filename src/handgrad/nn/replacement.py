@@ -17,6 +17,7 @@ from ..families import FAMILIES
 from ..model.precision import check_precision, without_mixing
 from . import attention_function, parts
 from .fused_loss import CausalLMPart, changed_logits
+from .norm_kinds import norm_kind
 from .parts import Part
 
 # Where transformers keeps the code of our families.
@@ -161,7 +162,7 @@ def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -
     if part is parts.FeedForwardPart:
         known["_handgrad_activation"] = parts.Activation(module)
     if part is parts.NormPart:
-        known["_handgrad_norm"] = parts.norm_kind(module)
+        known["_handgrad_norm"] = norm_kind(module)
     parts.swap(module, part)
     module.__dict__.update(known, _handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
     if KINDS[part] == "norm":
@@ -224,7 +225,7 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
         return (parts.LayerNorm, "") if fits else (None, "not a norm over one dimension with weight and bias")
     if _of_a_family(me):
         if kind.endswith("Norm"):
-            return (parts.NormPart, "") if parts.norm_kind(me) else (None, f"no hand-derived {kind}")
+            return (parts.NormPart, "") if norm_kind(me) else (None, f"no hand-derived {kind}")
         if kind.endswith("MLP"):
             return _feed_forward(me)
         if kind.endswith(("ForCausalLM", "LMHeadModel")):
