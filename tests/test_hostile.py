@@ -22,6 +22,7 @@ import handgrad as hg
 from conftest import save_as_others
 from handgrad.cli import chat as chat_command
 from handgrad.cli import generate as generate_command
+from handgrad.families import FAMILIES
 from handgrad.files import manifest
 from handgrad.formats import huggingface, models
 from handgrad.gguf.file import open_gguf
@@ -33,8 +34,20 @@ from handgrad.training.option_file import read_option_file
 from hostile import MEGABYTES, SECONDS, Case, Runner
 
 SHAPE = hg.preset("nano", n_vocab=11, n_context=16, d_model=12, n_heads=3, n_blocks=2)
+EXPERTS = hg.ModelConfig(
+    n_vocab=11,
+    n_context=16,
+    d_model=12,
+    n_heads=3,
+    n_blocks=2,
+    n_experts=4,
+    experts_per_token=2,
+    **FAMILIES["gpt_oss"].fixed,
+    family="gpt_oss",
+)
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "9" * 5_000
+DOWN = "model.layers.0.mlp.experts.down_proj"
 EVIL = r"(([\w.]+)+)+!"  # exponential in the length of a name
 TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 HUGE = f'{{"a": {{"dtype": "F32", "shape": [{"9" * 40}], "data_offsets": [0, 0]}}}}'
@@ -97,6 +110,14 @@ def many_tensors(folder: Path) -> None:
     header(folder, json.dumps({f"h.{i}": entry for i in range(40_000)}))
 
 
+def stacked(folder: Path, name: str, shape: list[int]) -> None:
+    """A model of gpt-oss, which has stacked experts, and a header that claims this shape for a tensor of it."""
+    save_as_others(hg.GPT(EXPERTS), folder / "m")
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+    text = json.dumps(header).encode()
+    (folder / "m" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
 def shards(folder: Path, weight_map: dict[str, str]) -> Path:
     (model(folder) / "model.safetensors").unlink()
     (folder / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -148,6 +169,11 @@ MODELS = [
     Case("a header with no shapes", partial(header, text='{"a": 5}'), load, "no shape for"),
     Case("a header of many tensors", many_tensors, load, "are missing"),
     Case("a shape of 40 digits", partial(header, text=HUGE), load, "are missing"),
+    Case("a number for stacked experts", partial(stacked, name=DOWN, shape=[]), load, "has shape ()"),
+    Case("endless empty experts", partial(stacked, name=DOWN, shape=[10**15, 0, 0]), load, "config.json requires"),
+    Case("experts of 40 digits", partial(stacked, name=DOWN, shape=[int("9" * 40)] * 3), load, "config.json requires"),
+    Case("experts of four axes", partial(stacked, name=DOWN, shape=[4, 1, 1, 1]), load, "config.json requires"),
+    Case("another of 40 digits", partial(stacked, name="x", shape=[int("9" * 40)]), load, "are missing"),
     Case("5,000 shards", lambda d: shards(d, {f"t{i}": f"s{i}" for i in range(5_000)}), load, "lists 5,000 files"),
     Case("a shard outside the folder", lambda d: shards(d, {"t": "../../x"}), load, "not a file name in the same folder"),
     Case("a shard that is a pipe", lambda d: os.mkfifo(shards(d, {"t": "s"}) / "s"), load, "it is a pipe"),
