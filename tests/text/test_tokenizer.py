@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from handgrad.errors import HandgradError
 from handgrad.text import corpus, tokenizer
+from handgrad.text.byte_level import byte_symbols
 
 TEXT = "Good morrow,  neighbor!\n\n\tWhither so fast? naïve façade — 東京 🙂\n"
 
@@ -101,7 +102,7 @@ def described(**parts: object) -> str:
 
 
 ISOLATED = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
-BYTE_VOCABULARY = {symbol: i for i, symbol in enumerate(tokenizer.byte_symbols())}
+BYTE_VOCABULARY = {symbol: i for i, symbol in enumerate(byte_symbols())}
 NORMALIZERS = [
     None, {"type": "Lowercase"}, {"type": "NFD"}, {"type": "Prepend", "prepend": "b"}, {"type": "ByteLevel"},
     {"type": "Replace", "pattern": {"String": "a"}, "content": "bc"},

@@ -4,8 +4,9 @@ import codecs
 import re
 from collections.abc import Sequence
 
+from .byte_level import byte_symbols
 from .streaming import INCOMPLETE
-from .tokenizer import Tokenizer, byte_symbols
+from .tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece vocabularies write a byte
 _SYMBOLS = {symbol: b for b, symbol in enumerate(byte_symbols())}

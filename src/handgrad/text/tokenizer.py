@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from ..checks import check_added_tokens
 from ..errors import HandgradError, library_errors, option, printable, shown, without_panic_report
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
 from ..gguf.file import is_gguf, open_gguf
 from ..gguf.tokenizer import read_tokenizer
+from .byte_level import byte_level, byte_symbols
 from .chat_template import Message, of_files
 from .downloads import fetch
 from .tokenizer_check import check
@@ -390,20 +391,3 @@ def _with_bounded_words(texts: Iterable[str]) -> Iterator[str]:
                 start = run.end()
             if start < len(piece):
                 yield piece[start:]
-
-
-def byte_level(model: models.Model) -> tokenizers.Tokenizer:
-    """A tokenizer that maps text to byte symbols before and after `model`, as GPT-2's does."""
-    inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    return inner
-
-
-def byte_symbols() -> list[str]:
-    """The printable character for each byte in byte-level vocabularies: the byte's own character if it is printable, else
-    the next code point from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others: Iterator[int] = iter(range(256, 512))
-    return [chr(b if b in printable else next(others)) for b in range(256)]
