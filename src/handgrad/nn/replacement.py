@@ -184,7 +184,8 @@ def _replace_attention(result: Replacement, name: str, module: Any) -> None:
         module.__dict__.update(_handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
         module.__dict__["_handgrad_checked"] = result.checked
         result.replaced[name], result.attention[name] = "attention", module
-        dropout = module.attn_dropout.p if hasattr(module, "attn_dropout") else getattr(module, "attention_dropout", 0)
+        drop = getattr(module, "attn_dropout", getattr(module, "attention_dropout", 0))
+        dropout = drop.p if isinstance(drop, torch.nn.Module) else drop
         if dropout:
             result.left[name] = f"attention dropout {dropout:g}: its heads are torch's in training; set it to 0"
 
