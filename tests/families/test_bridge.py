@@ -139,7 +139,7 @@ def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
     else:  # stacked experts stay transformers'
         norms = sum(type(module).__name__.endswith("Norm") for module in model.modules())
         family = family_of(name)
-        own = {"Attention"} if family in (*IMPLEMENTATION, "gpt_bigcode") else set()  # eager; code of its own
+        own = {"Attention"} if family in (*IMPLEMENTATION, "seed_oss") else set()  # eager; code of its own
         attention = 0 if own else blocks
         assert [kinds.count(kind) for kind in ("norm", "attention", "loss")] == [norms, attention, whole]
         own |= {LEFT[family]} if family in LEFT else set()
