@@ -414,8 +414,8 @@ LEDGER: dict[str, Fault] = {
         "llama", (changed_heads((1, slice(None), 0.5), (2, slice(None), 0.5)),), {"delta_x_k", "delta_v"},
     ),
     "a missing 1/√d_ρ in a group": Fault("llama", (after(calls, "_attention", without_scale),), TURNED),
-    "a window with one key more": Fault("mistral", (before(calls, "_attention", lambda s, causal, window, *x: (
-        s, causal, window + 1, *x
+    "a window with one key more": Fault("mistral", (before(calls, "_attention", lambda s, scores, *x: (
+        s, scores._replace(window=scores.window + 1), *x
     )),), TURNED),
     "a batch that averages examples": Fault(
         "gpt2", ((MeanLoss, "forward_and_delta", mean_of_examples),), {"loss", "delta_12"},
