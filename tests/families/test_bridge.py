@@ -49,6 +49,8 @@ def without_dropout(network: Any) -> Any:
     for module in network.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        for name in [x for x, value in vars(module).items() if "drop" in x and isinstance(value, float)]:
+            setattr(module, name, 0.0)
     return network.train()
 
 
