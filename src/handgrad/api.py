@@ -33,7 +33,7 @@ def train(
     data      text files, folders or glob patterns; default: tiny Shakespeare
     model     a preset's name, or the folder of a model to start from
     out       run folder; default: the next free name in runs/
-    resume    continue the run in `out`, or start it if there is none
+    resume    continue the run in `out`, or start it
     quiet     print nothing
     options   all other options of the command by name, as in steps=500, lr=1e-3, n_blocks=2
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of q, k and v, and a switch of its own for that of the projection."""
+"""Seed-OSS: Llama with biases of q, k and v, and a separate switch for that of the projection."""
 
 from dataclasses import replace
 

@@ -33,7 +33,7 @@ def write(folder: Path, **facts: Any) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the manifest. Raises MissingError if there is none, DamagedError if it was changed."""
+    """Read the manifest. Raises MissingError without one, DamagedError if it was changed."""
     try:
         found = read_json(folder / FILE)
     except MissingError:

@@ -180,7 +180,7 @@ def open_to_generate(folder: Path, bits: int | None = None, precision: str | Non
     """`open_folder` for generation alone. In mixed precision, matrices that are not packed are stored in bfloat16."""
     if precision != MIXED or why_not_mixed() is not None:
         return open_folder(folder, bits=bits, precision=precision)
-    whole = bits is None and not lora.is_adapter(folder)  # an adapter may bring matrices of its own
+    whole = bits is None and not lora.is_adapter(folder)  # an adapter may bring its own matrices
     model = open_folder(folder, bits=bits, precision=precision, rounded=whole)
     return round_frozen(model.requires_grad_(False), by_output=True)
 

@@ -136,7 +136,7 @@ class Architecture:
     model_type: str = ""  # in config.json, if it is not the architecture's name
     windowed: tuple[str, str] | None = None  # class and model_type of the same network with a sliding window
     pattern: int = (
-        0  # of so many blocks all but the last have the window, unless the file says which; 0: every block has
+        0  # of this many blocks all but the last have the window, unless the file says which; 0: every block has
     )
     own_head: bool = False  # llama.cpp opens no file without output.weight
     eps: tuple[str, str] = RMS  # GGUF's key and the field of config.json

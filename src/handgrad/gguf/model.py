@@ -164,7 +164,7 @@ def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any]
 
 
 def _by_keys(given: Metadata, architecture: Architecture) -> dict[str, Any]:
-    """The fields of config.json for which the architecture has keys of its own."""
+    """The fields of config.json for which the architecture has its own keys."""
     found: dict[str, Any] = {}
     for key, name in architecture.keys.items():
         value = given.file.metadata.get(f"{given.architecture}.{key}")

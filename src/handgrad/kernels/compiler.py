@@ -52,7 +52,7 @@ def command() -> list[str] | None:
 
 @cache
 def version() -> str:
-    """What the compiler says of itself. Raises CompilerError if there is none."""
+    """What the compiler says of itself. Raises CompilerError without one."""
     return _run(["--version"])
 
 

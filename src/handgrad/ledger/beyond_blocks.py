@@ -140,7 +140,7 @@ def _parallel_by_torch(x: _Inputs, norms: int) -> Callable[[Tensor, Tensor], Ten
 
 @check("L-parallel-fwd", BEYOND, "", IDENTITY)
 def parallel(rng: RandomInputs) -> float:
-    """a_10 = a_1 + a_4 + a_9 ∈ (n_T, d): both branches read a_2 = norm(a_1), or each has a norm of a_1 of its own; the order
+    """a_10 = a_1 + a_4 + a_9 ∈ (n_T, d): both branches read a_2 = norm(a_1), or each has its own norm of a_1; the order
     of the branches does not matter"""
     x, errors = _inputs(rng), []
     for norms in (1, 2):

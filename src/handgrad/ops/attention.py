@@ -256,7 +256,7 @@ def _stacked_sinks(saved: Saved, span: Span, dtype: torch.dtype) -> Tensor | Non
 def _backward_by_kernel(
     delta: Tensor, saved: Saved, spans: Spans, into: tuple[Tensor, Tensor, Tensor], scores: Scores
 ) -> bool:
-    """The same by a compiled kernel, for all sequences at once; False if there is none for these tensors."""
+    """The same by a compiled kernel, for all sequences at once; False if no kernel takes these tensors."""
     q, k, v, a, lse, _ = saved
     if not spans or not calls.fits(lse) or _needs_float64(lse):
         return False

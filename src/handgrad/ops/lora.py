@@ -55,7 +55,7 @@ def grad_u(delta: Tensor, h: Tensor, into: Tensor | None, dtype: torch.dtype | N
 
 
 def _product(x: Tensor, y: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """x y, added to `into` if that is given; in mixed precision the result has a dtype of its own."""
+    """x y, added to `into` if that is given; in mixed precision the result has its own dtype."""
     if torch.bfloat16 in (x.dtype, y.dtype):
         return linear.product(x, y, into, dtype, add=into is not None)
     return torch.mm(x, y) if into is None else into.addmm_(x, y)

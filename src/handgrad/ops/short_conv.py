@@ -13,7 +13,7 @@ from .attention import Spans
 
 
 class Borders:
-    """Where sequences begin. A row outside of the spans is in a sequence without queries: nobody reads what it gets."""
+    """Where sequences begin. A row outside of the spans is in a sequence without queries: what it gets is not read."""
 
     def __init__(self, spans: Spans, taps: int, device: torch.device):
         starts = [row for span in spans for row in range(span.keys.start, span.keys.stop, span.length)]

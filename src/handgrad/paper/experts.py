@@ -131,7 +131,7 @@ def grad_down(delta: Tensor, a: Tensor, g: Tensor, expert: Expert, name: str) ->
 
 
 def shared(a: Tensor, v: Tensor, expert: Expert, name: str) -> Tensor:
-    """σ(a_6 v) y: the expert that every token goes through, where it has a gate of its own. (d)"""
+    """σ(a_6 v) y: the expert that every token goes through, where it has its own gate. (d)"""
     return _sigma(a @ v) * output(a, expert, name)
 
 

@@ -1,6 +1,6 @@
 """The reference: the same network in torch's own functions, so that autograd can differentiate it.
 
-It shares no formula with `model/`. It computes the steps that a block lists, by a rule of its own for each kind of step, and
+It shares no formula with `model/`. It computes the steps that a block lists, by its own rule for each kind of step, and
 refuses a kind that it does not know. `reference_model.py` runs it on the weights of a model.
 """
 

@@ -26,7 +26,7 @@ def end_ids(path: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _listed(file: Path) -> list[Any]:
-    """eos_token_id of a JSON file as a list; empty if there is none."""
+    """eos_token_id of a JSON file as a list; empty without one."""
     try:
         found = read_json(file).get("eos_token_id")
     except MissingError:

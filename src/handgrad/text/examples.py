@@ -64,7 +64,7 @@ class Examples:
 
     def batch(self, first: int, count: int, shuffle: bool = True) -> tuple[Tensor, Tensor, list[int]]:
         """`count` examples from number `first` on, counted over all epochs, packed end to end without padding: (n) ids,
-        (n) targets, −100 where there is none, and the length of each example."""
+        (n) targets, −100 where a token is not a target, and the length of each example."""
         return self.select([self.index(i, shuffle) for i in range(first, first + count)])
 
     def select(self, chosen: Iterable[int]) -> tuple[Tensor, Tensor, list[int]]:

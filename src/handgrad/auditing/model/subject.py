@@ -149,7 +149,7 @@ def _config(base: nn.Module, given: ModelConfig | dict[str, Any] | None) -> Mode
 
 
 def _active_adapter(model: Any) -> str | None:
-    """The name of the adapter that PEFT computes with; None if there is none."""
+    """The name of the adapter that PEFT computes with; None without adapters."""
     if hasattr(model, "get_base_model"):
         active = model.active_adapters
     else:  # a transformers model has adapters in its layers after add_adapter

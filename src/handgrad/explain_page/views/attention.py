@@ -85,7 +85,7 @@ class Head(NamedTuple):
 
 
 def attention_head(model: GPT, trace: Trace, block: int, head: int) -> Head:
-    """Return one head of a traced model: its attention, its error on the way back, and what its tokens send each other."""
+    """Return one head of a traced model: its attention, its error signals, and what its tokens send each other."""
     return _head(model, trace, next(step for step in block_steps(model, block) if step.kind == "attention"), head)
 
 

@@ -94,7 +94,7 @@ def _integers(lengths: Iterable[SupportsIndex]) -> tuple[int, ...]:
 
 
 def check_targets(batch: Batch, targets: Tensor, config: ModelConfig) -> Tensor:
-    """The targets as (n) ids, NO_TARGET where there is none."""
+    """The targets as (n) ids, NO_TARGET where a row has no target."""
     check_ids("targets", targets)
     if targets.shape != batch.shape:
         raise HandgradError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(batch.shape)}")
