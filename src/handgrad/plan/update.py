@@ -41,7 +41,7 @@ def update_flop(optimizer: str, maps: Maps) -> int:
 
 
 def state_bytes(optimizer: str, of_maps: int, others: int, size: int) -> int:
-    """Bytes of the optimizer's state for so many numbers in linear maps of the blocks, and this many others, of `size` bytes;
+    """Bytes of the optimizer's state for `of_maps` numbers in linear maps of the blocks, and `others`, of `size` bytes;
     that of bfloat16 is float32."""
     of_matrix, of_other = optim.copies(optimizer)
     return max(4, size) * (of_matrix * of_maps + of_other * others)

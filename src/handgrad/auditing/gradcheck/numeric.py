@@ -95,8 +95,8 @@ def allowed_error(
     samples: int = 4,
 ) -> list[float]:
     """The norm of the error that computing each gradient in this dtype allows: how far rounded inputs move it, measured in
-    float64, the rounding of sums of that many terms, and that of numbers as large as Δ y/x, of which a small derivative is the
-    rest after cancellation."""
+    float64, the rounding of sums of that many terms, and that of numbers as large as Δ y/x, of which a small derivative is
+    the rest after cancellation."""
     size = 2 * torch.finfo(dtype).eps
     generator = torch.Generator().manual_seed(0)
 
