@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +151,7 @@ def export(demo: Demo, out: Console) -> None:
     """Write the tuned model as one GGUF file, as a user would."""
     file = demo.folder / "tuned.gguf"
     arguments = ["convert", str(demo.run), "--gguf", str(file), "--type", "Q4_K"]
-    say(out, shlex.join(["\nhandgrad", *arguments]), style="bold")
+    say(out, f"\n{shlex.join(['handgrad', *arguments])}", style="bold")
     if subprocess.run([sys.executable, "-m", "handgrad", *arguments], check=False).returncode:
         raise HandgradError(f"{file} was not written")
     say(out, f"{file}: {size(file.stat().st_size)}, for llama.cpp and Ollama")
@@ -174,8 +173,8 @@ def ask(demo: Demo, adapter: Path, out: Console) -> None:
 
 
 def shortened(text: str, length: int) -> str:
-    """About as much as an answer holds; a short text keeps its lines."""
-    return text if len(text) <= length else textwrap.shorten(text, length, placeholder=" …")
+    """About as much as an answer holds."""
+    return text if len(text) <= length else f"{text[:length].rstrip()} …"
 
 
 def messages_of(record: Record) -> list[Message]:
