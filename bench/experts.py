@@ -1,40 +1,60 @@
-"""A training step of a mixture of experts beside transformers' own, on the same weights and tokens.
+"""A training step of a mixture of experts beside transformers' own, on the same weights and tokens, in float32.
 
-python -m bench.experts          seconds of each, best of three rounds in turn, and their ratio
+python -m bench.experts          seconds of each, the best of three rounds in turn, and their ratio
 """
 
+import contextlib
+import io
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import handgrad as hg
+from handgrad.machine import configure_runtime
+
+from .machine import Machine
 
 ROUNDS = 3
-SHAPE: dict[str, Any] = {
-    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4,
-    "norm_topk_prob": True, "max_position_embeddings": 512,
-}  # fmt: skip
-TINY = {
-    **SHAPE,
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_experts": 8,
-}
+SHARED: dict[str, Any] = {"vocab_size": 1024, "norm_topk_prob": True, "max_position_embeddings": 512, "head_dim": 64}
 
 
-def steps(shape: dict[str, Any], batch: tuple[int, int]) -> dict[str, Callable[[], object]]:
+class Case(NamedTuple):
+    d_model: int
+    width: int  # of an expert
+    blocks: int
+    experts: int
+    chosen: int  # of each token
+    batch: tuple[int, int]
+
+    def config(self) -> Qwen3MoeConfig:
+        heads = self.d_model // 64
+        return Qwen3MoeConfig(
+            **SHARED, hidden_size=self.d_model, intermediate_size=4 * self.d_model, moe_intermediate_size=self.width,
+            num_hidden_layers=self.blocks, num_attention_heads=heads, num_key_value_heads=max(1, heads // 2),
+            num_experts=self.experts, num_experts_per_tok=self.chosen,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        tokens = self.batch[0] * self.batch[1]
+        return (
+            f"{self.blocks} blocks of width {self.d_model}, {self.chosen} of {self.experts} experts of width {self.width},"
+            f" {tokens} tokens"
+        )
+
+
+CASES = (Case(256, 256, 2, 32, 4, (4, 128)), Case(1024, 512, 2, 64, 8, (1, 512)))
+
+
+def steps(case: Case) -> dict[str, Callable[[], float]]:
     """A forward and backward pass of both, by name."""
-    tokens, targets = torch.randint(shape["vocab_size"], (2, *batch))
-    theirs = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape), attn_implementation="sdpa").train()
-    with tempfile.TemporaryDirectory() as folder:
+    tokens, targets = torch.randint(SHARED["vocab_size"], (2, *case.batch))
+    theirs = AutoModelForCausalLM.from_config(case.config(), attn_implementation="sdpa").train()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         theirs.save_pretrained(folder)
         ours = hg.load(folder)
 
@@ -51,11 +71,12 @@ def steps(shape: dict[str, Any], batch: tuple[int, int]) -> dict[str, Callable[[
     return {"handgrad": by_hand, "transformers": by_transformers}
 
 
-def measure(shape: dict[str, Any] = SHAPE, batch: tuple[int, int] = (4, 128), rounds: int = ROUNDS) -> dict[str, float]:
+def measure(case: Case, rounds: int = ROUNDS) -> dict[str, float]:
     """The best seconds of each, in turn."""
-    contenders = steps(shape, batch)
+    contenders = steps(case)
     first = {name: step() for name, step in contenders.items()}
-    assert abs(first["handgrad"] - first["transformers"]) < 1e-3, first  # type: ignore[operator]
+    if abs(first["handgrad"] - first["transformers"]) > 1e-3:
+        raise SystemExit(f"the losses differ: {first}")
     best = dict.fromkeys(contenders, float("inf"))
     for _ in range(rounds):
         for name, step in contenders.items():
@@ -65,7 +86,16 @@ def measure(shape: dict[str, Any] = SHAPE, batch: tuple[int, int] = (4, 128), ro
     return best
 
 
+def main(cases: tuple[Case, ...] = CASES) -> None:
+    machine = Machine.now()
+    for case in cases:
+        found = measure(case)
+        seconds = ", ".join(f"{name} {value:.3f} s" for name, value in found.items())
+        print(f"{case}: {seconds}, {found['transformers'] / found['handgrad']:.2f}×")
+    machine = machine.after()
+    print(*filter(None, (machine.state, machine.warning)), sep="\n")
+
+
 if __name__ == "__main__":
-    found = measure()
-    print(*(f"{name} {seconds:.3f} s" for name, seconds in found.items()), sep=", ", end="; ")
-    print(f"transformers takes {found['transformers'] / found['handgrad']:.2f} times as long")
+    configure_runtime()
+    main()
