@@ -7,6 +7,7 @@ as gpt-oss's files                      gate_up_proj (E, d, 2f), gate and up    
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,22 @@ from ..errors import HandgradError
 from ..families import Family
 from ..files.tensors import Header
 from ..model.config import ModelConfig
+
+
+class Piece(NamedTuple):
+    """A matrix or bias in a stacked tensor."""
+
+    expert: int
+    layer: str  # as the tables of families call it: expert.gate
+    i: int  # it is the i-th of n
+    n: int
+    in_turn: bool  # as in gpt-oss's files
+
+    def of(self, x: Tensor) -> Tensor:
+        """Take it out of the stacked tensor, as (f_out, f_in) or (f_out)."""
+        one = x[self.expert]
+        return one[..., self.i :: self.n].t() if self.in_turn else one.chunk(self.n)[self.i]
+
 
 _NAME = re.compile(r"(.+)\.mlp\.(?:experts\.(gate_up_proj|down_proj)(_bias)?|(.+))")
 _LAYERS = {"gate_up_proj": ("expert.gate", "expert.expand"), "down_proj": ("expert.contract",)}
@@ -69,18 +86,21 @@ def _own_name(name: str, family: Family) -> str:
 
 def _split(name: str, x: Tensor, family: Family) -> Iterator[tuple[str, Tensor]]:
     """The matrices or biases in a stacked tensor; any other tensor as it is."""
+    for new, piece in split_name(name, len(x), family):
+        yield new, x if piece is None else piece.of(x).contiguous()
+
+
+def split_name(name: str, n_experts: int, family: Family) -> Iterator[tuple[str, Piece | None]]:
+    """The family's names of the matrices or biases in a stacked tensor, and where they are; of any other tensor its own."""
     parts = _NAME.fullmatch(name)
     if parts is None or parts[2] is None:
-        yield _own_name(name, family), x
+        yield _own_name(name, family), None
         return
     layers = _LAYERS[parts[2]]
-    for e, one in enumerate(x):
-        if family.stacked_experts:
-            pieces = [one[..., i :: len(layers)].t().contiguous() for i in range(len(layers))]
-        else:
-            pieces = list(one.chunk(len(layers)))
-        for layer, piece in zip(layers, pieces, strict=True):
+    for e in range(n_experts):
+        for i, layer in enumerate(layers):
             where = f"{parts[1]}.{family.names['mlp']}.experts.{e}.{family.names[layer]}"
+            piece = Piece(e, layer, i, len(layers), family.stacked_experts)
             yield f"{where}.{'bias' if parts[3] else 'weight'}", piece
 
 

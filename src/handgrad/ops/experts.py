@@ -15,29 +15,41 @@ TINY = 1e-20  # added to the sum of sigmoids, as DeepSeek does
 
 
 def route(s: Tensor, r: Routing, selection: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """s → g and chosen. `selection` (E) is added to the sigmoids in order to choose, and to nothing else.
+    """s → g and chosen"""
+    chosen = choose(s, r, selection)
+    return gates(s, chosen, r), chosen
 
-    softmax            g = p of the chosen, divided by their sum if `normalized`
-    softmax of chosen  the largest scores are chosen; g is their softmax
-    sigmoid            g = τ σ of the chosen, divided by their sum if `normalized`
-    """
+
+def choose(s: Tensor, r: Routing, selection: Tensor | None = None) -> Tensor:
+    """s → the experts with the largest scores, of the groups with the largest if there are several. `selection` (E) is added
+    to the sigmoids in order to choose, and to nothing else."""
     s = _wide(s)
-    if r.kind == "softmax of chosen":
-        top, chosen = torch.topk(s, r.k)
-        return torch.softmax(top, 1), chosen
-    if r.kind == "softmax":
-        g, chosen = torch.topk(torch.softmax(s, 1), r.k)
-        return (g / g.sum(1, keepdim=True) if r.normalized else g), chosen
-    sigma = torch.sigmoid(s)
-    ranked = sigma if selection is None else sigma + selection
+    if r.kind != "sigmoid":
+        return torch.topk(s if r.kind == "softmax of chosen" else torch.softmax(s, 1), r.k)[1]
+    ranked = torch.sigmoid(s) if selection is None else torch.sigmoid(s) + selection
     if r.kept < r.groups:
         members = ranked.view(len(s), r.groups, -1)
         best = torch.topk(members.topk(2, 2)[0].sum(2), r.kept, sorted=False)[1]
         hidden = torch.ones(members.shape[:2], dtype=torch.bool, device=s.device).scatter_(1, best, False)
         ranked = members.masked_fill(hidden[:, :, None], -torch.inf).flatten(1)
-    chosen = torch.topk(ranked, r.k, sorted=False)[1]
-    g = sigma.gather(1, chosen)
-    return (g / (g.sum(1, keepdim=True) + TINY) if r.normalized else g) * r.scale, chosen
+    return torch.topk(ranked, r.k, sorted=False)[1]
+
+
+def gates(s: Tensor, chosen: Tensor, r: Routing) -> Tensor:
+    """s → g of the chosen experts
+
+    softmax            g = p of the chosen, divided by their sum if `normalized`
+    softmax of chosen  g = softmax of the chosen scores
+    sigmoid            g = τ σ of the chosen, divided by their sum if `normalized`
+    """
+    s = _wide(s)
+    if r.kind == "softmax of chosen":
+        return torch.softmax(s.gather(1, chosen), 1)
+    if r.kind == "softmax":
+        g = torch.softmax(s, 1).gather(1, chosen)
+        return g / g.sum(1, keepdim=True) if r.normalized else g
+    g = torch.sigmoid(s).gather(1, chosen)
+    return (g / (g.sum(1, keepdim=True) + TINY) if r.normalized else g) * r.scale
 
 
 def backward(delta_g: Tensor, s: Tensor, chosen: Tensor, r: Routing) -> Tensor:

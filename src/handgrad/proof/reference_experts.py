@@ -30,8 +30,7 @@ def mixture_of(experts: Experts) -> Mixture:
 
 
 def _router(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
-    m = at.block["mixture"]
-    return [gates_of(given[0], choose(given[0], m), m.routing)]
+    return [gates_of(given[0], _chosen(given[0], at), at.block["mixture"].routing)]
 
 
 def _experts(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
@@ -43,7 +42,11 @@ def _experts(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
         hidden = gated(at.choices.g, inside(_affine(rows, gate)), inside(_affine(rows, up)))
         return _affine(inside(hidden), down)
 
-    return [outputs(a, choose(scores, at.block["mixture"]), expert)]
+    return [outputs(a, _chosen(scores, at), expert)]
+
+
+def _chosen(scores: Tensor, at: "At") -> Tensor:
+    return at.hook("chosen", choose(scores, at.block["mixture"]))
 
 
 def _mixture(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:

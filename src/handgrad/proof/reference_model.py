@@ -86,7 +86,7 @@ def differentiate(
 
 class ReferenceModel:
     """The reference for a model on a packed batch. The model is only read; `pause` is called before every activation, and
-    may block."""
+    may block. `edit` then sees, and may replace, what it has visited and which experts are chosen."""
 
     def __init__(
         self,
@@ -96,10 +96,11 @@ class ReferenceModel:
         lengths: list[int] | None = None,
         objective: Objective = MEAN_LOSS,
         pause: Callable[[], None] = lambda: None,
+        edit: Visit = unchanged,
     ):
         for block in model.blocks:
             require(block.steps(), RULES, "the reference")
-        self.model, self.pause = model, pause
+        self.model, self.pause, self.edit = model, pause, edit
         self.layers, self.choices = WideLayers(model, pause), choices_of(model.config)
         batch = model.pack(tokens, lengths)
         self.ids, self.positions, self.lengths = batch.ids, batch.positions, batch.lengths
@@ -155,7 +156,9 @@ class ReferenceModel:
 
             def hook(name: str, x: Tensor, start: int = start) -> Tensor:
                 self.pause()
-                return visit(start, name, x if change is None else change(x))
+                if x.is_floating_point():
+                    x = visit(start, name, x if change is None else change(x))
+                return self.edit(start, name, x)
 
             found.append(reference_block(weights, self.choices, i, x, hook, change))
         return torch.cat(found)

@@ -4,8 +4,8 @@ inputs   input_ids, attention_mask, labels (B, T)
 rows     (B · T) bool: the tokens that are no padding and whose sequence has a target; our rows are these, in order
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class AuditBatch:
     lengths: list[int]  # of the packed sequences
     positions: Tensor  # (B, T)   from 0 in each sequence; 0 in padding
     from_padding: int = 0  # labels that padding would have had to predict; they are masked
+    experts: dict[str, Tensor] = field(default_factory=dict)  # (B, T, k) that ours uses, where a block's are not its own
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,13 +55,24 @@ class AuditBatch:
     def padded(self) -> bool:
         return not bool(self.inputs["attention_mask"].all())
 
+    @property
+    def complete(self) -> bool:
+        """Whether every sequence has a target, so that no token is left out of `tokens`."""
+        return len(self.tokens) == int((self.inputs["attention_mask"] != 0).sum())
+
+    def sequences(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tokens and the targets of every packed sequence."""
+        return zip(*(torch.split(x, self.lengths) for x in (self.tokens, self.targets)), strict=True)
+
     def only(self, sequences: list[int]) -> "AuditBatch":
         """Some of its sequences."""
-        return make_batch({name: x[sequences] for name, x in self.inputs.items()})
+        alone = make_batch({name: x[sequences] for name, x in self.inputs.items()})
+        return replace(alone, experts={name: x[sequences] for name, x in self.experts.items()})
 
     def changed(self, **inputs: Tensor) -> "AuditBatch":
         """The same with other inputs."""
-        return make_batch({**self.inputs, **inputs})
+        changed = make_batch({**self.inputs, **inputs})
+        return replace(changed, experts=self.experts) if changed.shape == self.shape else changed
 
 
 def make_batch(given: Any) -> AuditBatch:

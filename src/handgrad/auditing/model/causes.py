@@ -198,7 +198,7 @@ class Suspects(Evidence):
         name = tracked.ours
         mistakes, fitted = self.averaged(tracked), dict[str, Tensor]()
         names = c.table.names
-        sequences = parts_of_sequences(self.subject, self.batch, name)
+        sequences = parts_of_sequences(self.subject, self.batch, name, self.right.balance)
         terms = {part: tracked.turned(x) for part, x in sequences.items()}
         if len(terms) > 2:
             mistakes |= {f"only {part.removeprefix('the part of ')} contributed": x for part, x in terms.items()}

@@ -122,10 +122,10 @@ class Evidence:
         if self._averages is None:
             self._averages = {
                 "every sequence were averaged by itself, and then all sequences, instead of summed over all targets": expect(
-                    self.subject, self.batch, [n * len(each) for n in each]
+                    self.subject, self.batch, [n * len(each) for n in each], self.right.balance
                 ),
                 "the averages of the sequences were added, instead of all targets averaged": expect(
-                    self.subject, self.batch, each
+                    self.subject, self.batch, each, self.right.balance
                 ),
             }
         return {name: of(found) for name, found in self._averages.items()}

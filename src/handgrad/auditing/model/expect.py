@@ -9,7 +9,9 @@ from torch import Tensor
 from ...model.inspect.trace import record_pass
 from ...proof.reference_model import ReferenceModel
 from ...proof.rounding import MARGIN, SAMPLES, perturbed, rounder, rounding_size
+from .balance import Balance, balance_of, edits
 from .batch import AuditBatch
+from .observe import of_experts
 from .points import points_of
 from .subject import Subject
 
@@ -21,6 +23,8 @@ class Expected(NamedTuple):
     values: dict[str, Tensor]  # by the point's name
     signals: dict[str, Tensor]
     grads: dict[str, Tensor]  # by our parameter's name
+    chosen: dict[str, Tensor]  # (n, k) numbers of experts, by the name blocks.0.chosen
+    balance: Balance | None = None
 
 
 class Bounds(NamedTuple):
@@ -33,34 +37,59 @@ class Bounds(NamedTuple):
     dtype: torch.dtype
 
 
-def expect(subject: Subject, batch: AuditBatch, divisors: Sequence[int] | None = None) -> Expected:
+def expect(
+    subject: Subject, batch: AuditBatch, divisors: Sequence[int] | None = None, balance: Balance | None = None
+) -> Expected:
     """The hand-derived pass. `divisors` are the numbers by which the summed loss of each sequence is divided (default: the
-    number of targets of the batch), for what a wrong average would have given."""
+    number of targets of the batch), for what a wrong average would have given; `balance` is that of the whole batch, if
+    this is a part of it."""
     model = subject.ours
+    if balance is None:
+        balance = balance_of(model, batch, subject.balance)
     wanted = {p.name for p in points_of(model)}
     wanted_signals = {p.signal: p.name for p in points_of(model)}
     values: dict[str, list[Tensor]] = {}
     signals: dict[str, list[Tensor]] = {}
+    chosen: dict[str, list[Tensor]] = {}
+    latest: dict[str, Tensor] = {}
+    edit = {} if balance is None else edits(model, balance, latest)
+    here = batch.rows.view(batch.shape)
+    given = {name: torch.split(x[here], batch.lengths) for name, x in batch.experts.items()}
 
     def record(name: str, x: Tensor) -> None:
-        if name in wanted:
+        if name.endswith(".a_scores"):
+            latest[name] = x
+        if name.endswith(".chosen"):
+            chosen.setdefault(name, []).append(x.clone())
+        elif name in wanted:
             values.setdefault(name, []).append(x.clone())
         elif name in wanted_signals:
             signals.setdefault(wanted_signals[name], []).append(x.clone())
 
     model.zero_grad()
     loss = 0.0
-    sequences = zip(*(torch.split(x, batch.lengths) for x in (batch.tokens, batch.targets)), strict=True)
-    for i, (tokens, targets) in enumerate(sequences):
+    for i, (tokens, targets) in enumerate(batch.sequences()):
+        own = edit | {name: lambda _, x=x[i]: x for name, x in given.items()}
         divisor = batch.n_targets if divisors is None else divisors[i]
         # one sequence at a time: the maps of attention are then no larger than a sequence
-        loss += record_pass(model, tokens, targets, n_targets=divisor, record=record)
+        loss += record_pass(model, tokens, targets, n_targets=divisor, record=record, edit=own or None)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    whole, whole_signals = ({name: torch.cat(parts) for name, parts in found.items()} for found in (values, signals))
-    return Expected(
-        loss, whole, whole_signals, without_padding_row(subject, batch, grads, whole_signals["blocks.0.a_1"])
+    whole, whole_signals, experts = (
+        {name: torch.cat(parts) for name, parts in found.items()} for found in (values, signals, chosen)
     )
+    for found in (whole, whole_signals):
+        found |= {name: _dense(subject, experts, name, x) for name, x in found.items()}
+    grads = without_padding_row(subject, batch, grads, whole_signals["blocks.0.a_1"])
+    return Expected(
+        loss + (0.0 if balance is None else balance.value), whole, whole_signals, grads, experts, balance
+    )
+
+
+def _dense(subject: Subject, chosen: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Gates and their error signals as (n, E); any other tensor as it is."""
+    block, _, last = name.rpartition(".")
+    return of_experts(chosen[f"{block}.chosen"], subject.config.n_experts or 0, x) if last == "a_gates" else x
 
 
 def without_padding_row(
@@ -81,7 +110,15 @@ def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expec
     """The errors that computing in this dtype allows."""
     size = rounding_size(subject.config, len(batch.tokens), dtype)
     generator = torch.Generator().manual_seed(seed)
-    reference = ReferenceModel(subject.ours, batch.tokens, batch.targets, batch.lengths)
+
+
+    def same_experts(start: int, name: str, x: Tensor) -> Tensor:
+        """Rounding must not send a token to other experts, and the balance loss is differentiated too."""
+        if name in right.chosen:
+            return right.chosen[name][start : start + len(x)]
+        return x if right.balance is None or not name.endswith(".a_scores") else right.balance.added(x)
+
+    reference = ReferenceModel(subject.ours, batch.tokens, batch.targets, batch.lengths, edit=same_experts)
     points, change = points_of(subject.ours), rounder(size, generator)
     errors: dict[tuple[str, str], float] = {("loss", ""): size * abs(right.loss)}
 
@@ -92,10 +129,12 @@ def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expec
 
     for _ in range(SAMPLES):
         sample = reference.differentiate(change)
-        errors["loss", ""] = max(errors["loss", ""], abs(sample.loss - right.loss))
+        added = 0.0 if right.balance is None else right.balance.value
+        errors["loss", ""] = max(errors["loss", ""], abs(sample.loss + added - right.loss))
         for p in points:
-            measure("values", p.name, sample.values[p.name], right.values.get(p.name))
-            measure("signals", p.name, sample.deltas[p.signal], right.signals.get(p.name))
+            value, delta = (_dense(subject, right.chosen, p.name, x) for x in (sample.values[p.name], sample.deltas[p.signal]))
+            measure("values", p.name, value, right.values.get(p.name))
+            measure("signals", p.name, delta, right.signals.get(p.name))
         for name, grad in without_padding_row(subject, batch, sample.grads, sample.deltas["blocks.0.delta_1"]).items():
             measure("grads", name, perturbed(grad, size, generator), right.grads.get(name))
     found = {kind: _with_floor(kind, errors, getattr(right, kind)) for kind in ("values", "signals", "grads")}

@@ -2,7 +2,6 @@
 weight's gradient; and the terms of which the right tensors are sums. Those of attention are in `heads.py`."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ...model.layers.mlp import MLP
 from ...model.layers.norms import Norm
 from ...ops import activation, loss
 from ...ops import gated as gated_op
+from .balance import Balance
 from .batch import AuditBatch
 from .expect import expect
 from .subject import Subject
@@ -164,16 +164,16 @@ def backward_terms(parts: dict[str, tuple[Any, Tensor]]) -> dict[str, Tensor]:
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parts_of_sequences(subject: Subject, batch: AuditBatch, name: str) -> dict[str, Tensor]:
+def parts_of_sequences(
+    subject: Subject, batch: AuditBatch, name: str, balance: Balance | None
+) -> dict[str, Tensor]:
     """What each sequence adds to the gradient of our parameter `name`."""
     if not 2 <= len(batch.lengths) <= MAX_SEQUENCES:
         return {}
-    tokens, targets = (torch.split(x, batch.lengths) for x in (batch.tokens, batch.targets))
     rows = batch.rows.view(batch.shape).any(1).nonzero().flatten().tolist()
     found = {}
-    for i, row in enumerate(rows):
-        alone = replace(batch, tokens=tokens[i], targets=targets[i], lengths=[batch.lengths[i]])
-        grads = expect(subject, alone, [batch.n_targets]).grads
+    for row in rows:
+        grads = expect(subject, batch.only([row]), [batch.n_targets], balance).grads
         found[f"the part of sequence {row + 1} of {batch.shape[0]}"] = grads[name]
     return found
 

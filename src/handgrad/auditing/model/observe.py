@@ -30,6 +30,7 @@ class Observed:
     signals: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)  # by the audited parameter's name
     stale: dict[str, Tensor] = field(default_factory=dict)  # gradients that frozen parameters had before
+    chosen: dict[str, Tensor] = field(default_factory=dict)  # (B · T, k) numbers of experts, by the name of the gates
     dtype: torch.dtype = torch.float32  # the narrowest in which an activation was computed
 
 
@@ -55,25 +56,24 @@ def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, poi
     """One forward and backward pass of the audited model."""
     device = next(subject.base.parameters()).device
     inputs = {name: x.to(device) for name, x in batch.inputs.items()}
-    parameters = {t.name: t.parameter for t in subject.tracked}
-    before = {name: p.grad for name, p in parameters.items()}
-    with _quiet(subject.model), own_gradients(parameters.values()):
+    parameters = {t.parameter for t in subject.tracked}
+    frozen = {t.name: t.grad for t in subject.tracked if t.grad is not None and not t.parameter.requires_grad}
+    with _quiet(subject.model), own_gradients(parameters):
         tape = _Tape(subject) if points else None
         try:
             with torch.enable_grad():
                 result = loss(subject.model, inputs)
-                if all(p.grad is None for p in parameters.values()):
+                if all(p.grad is None for p in parameters):
                     _differentiate(result)
                 value = None if result is None else float(result.detach() if isinstance(result, Tensor) else result)
         finally:
             if tape is not None:
                 tape.close()
-        frozen = {n: g for n, g in before.items() if g is not None and not parameters[n].requires_grad}
         seen = Observed(value, stale=frozen, dtype=subject.dtype)
-        seen.grads = {n: None if p.grad is None else _wide(p.grad) for n, p in parameters.items()}
+        seen.grads = {t.name: None if t.grad is None else _wide(t.grad) for t in subject.tracked}
         if tape is not None:
-            seen.values, seen.signals, narrowest = tape.read(batch)
-            seen.dtype = max((subject.dtype, *narrowest), key=lambda d: torch.finfo(d).eps)
+            seen.values, seen.signals, seen.chosen = tape.read(batch)
+            seen.dtype = max((subject.dtype, *tape.dtypes), key=lambda d: torch.finfo(d).eps)
     return seen
 
 
@@ -130,10 +130,11 @@ class _Tape:
     """What passes the points of a model: a value each time its module runs, and the signal that comes back for it."""
 
     def __init__(self, subject: Subject):
-        self.points = points_of(subject.ours)
+        self.points, self.n_experts = points_of(subject.ours), subject.config.n_experts
         self.values: dict[str, list[Tensor]] = {}
         self.signals: dict[str, list[Tensor | None]] = {}
         self.dtypes: set[torch.dtype] = set()
+        self.chosen: dict[str, list[Tensor]] = {}
         self._hooks: list[Any] = []
         for point in self.points:
             module = subject.module(point.module)
@@ -146,39 +147,49 @@ class _Tape:
 
     def _passed(self, point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A hook: store what enters or leaves the module of a point."""
-        if point.side == "in":
+        if point.side == "gates":
+            self._store_gates(point, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
+        elif point.side == "in":
             self._store(point, args[0] if args else kwargs.get("hidden_states", kwargs.get("input")))
         else:
             self._store(point, out[0] if isinstance(out, tuple) and out else out)
 
-    def _store(self, point: Point, x: Any) -> None:
+    def _store_gates(self, point: Point, given: list[Tensor]) -> None:
+        """Store the gates that experts are given beside the numbers (n, k) of the experts."""
+        chosen = next((x for x in given if not x.is_floating_point()), None)
+        gates = next((x for x in given if chosen is not None and x.is_floating_point() and x.shape == chosen.shape), None)
+        if chosen is not None and gates is not None and self.n_experts is not None:
+            self.chosen.setdefault(point.name, []).append(chosen.detach().cpu())
+            self._store(point, gates, partial(of_experts, chosen.detach().cpu(), self.n_experts))
+
+    def _store(self, point: Point, x: Any, rows: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Store a tensor, and its error signal when it arrives, as `rows` arranges them."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return
         self.dtypes.add(x.dtype)
         width = x.shape[-1] // point.parts
         here = slice(point.part * width, (point.part + 1) * width)
-        self.values.setdefault(point.name, []).append(_wide(x[..., here]).reshape(-1, width))
+        rows = rows or (lambda x: x[..., here].reshape(-1, width))
+        self.values.setdefault(point.name, []).append(rows(_wide(x)))
         arrived = self.signals.setdefault(point.name, [])
         arrived.append(None)
         if x.requires_grad:
             index = len(arrived) - 1
 
             def receive(grad: Tensor) -> None:
-                arrived[index] = _wide(grad[..., here]).reshape(-1, width)
+                arrived[index] = rows(_wide(grad))
 
             x.register_hook(receive)  # type: ignore[no-untyped-call]
 
-    def read(self, batch: AuditBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
-        """Values and signals of every row of the batch, padding included, where the calls add up to the batch."""
-        n = batch.rows.numel()
-        values, signals = {}, {}
-        for name, calls in self.values.items():
-            if (whole := _last_rows(calls, n)) is not None:
-                values[name] = whole
-            with_signal = [x for x in self.signals[name] if x is not None]
-            if (whole := _last_rows(with_signal, n)) is not None:
-                signals[name] = whole
-        return values, signals, self.dtypes
+    def read(self, batch: AuditBatch) -> tuple[dict[str, Tensor], ...]:
+        """Values, signals and chosen experts of every row of the batch, padding included, where the calls add up to the
+        batch."""
+        arrived = {name: [x for x in calls if x is not None] for name, calls in self.signals.items()}
+        whole = [
+            {name: _last_rows(calls, batch.rows.numel()) for name, calls in found.items()}
+            for found in (self.values, arrived, self.chosen)
+        ]
+        return tuple({name: x for name, x in found.items() if x is not None} for found in whole)
 
 
 def _last_rows(calls: list[Tensor], n: int) -> Tensor | None:
@@ -188,6 +199,11 @@ def _last_rows(calls: list[Tensor], n: int) -> Tensor | None:
         taken.insert(0, calls[-1])
         calls = calls[:-1]
     return torch.cat(taken) if sum(len(x) for x in taken) == n else None
+
+
+def of_experts(chosen: Tensor, n_experts: int, x: Tensor) -> Tensor:
+    """(n, k) numbers of the chosen experts → (n, E), 0 at the others"""
+    return x.new_zeros(len(x), n_experts).scatter_add_(1, chosen, x)
 
 
 def _wide(x: Tensor) -> Tensor:

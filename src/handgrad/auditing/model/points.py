@@ -11,6 +11,7 @@ from ...model.gpt import GPT
 from ...model.layers.linear import Affine
 from ...model.steps import Step, require, signal
 
+MIXING = ("router", "experts", "mixture")  # the steps of a mixture of experts that are no layer
 KINDS = (
     "norm",
     "attention",
@@ -19,6 +20,7 @@ KINDS = (
     "activation",
     "gated",
     "add",
+    *MIXING,
 )  # of steps whose places and mistakes are known
 WHAT = {
     "norm_1": "the first norm's output", "attention": "the heads' output", "projection": "the attention's output",
@@ -26,7 +28,8 @@ WHAT = {
     "skip_5": "the stream after attention", "norm_5": "the second norm's output",
     "norm_4": "the output of the norm after attention",
     "norm_9": "the output of the norm after the feed-forward layer", "expand": "the expanded features",
-    "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_10": "the block's output",
+    "router": "the router's scores", "gates": "the gates", "mixture": "the mixture's output",
+    "shared_gate": "the score of the shared expert", "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_10": "the block's output",
 }  # fmt: skip
 
 
@@ -35,7 +38,7 @@ class Point(NamedTuple):
 
     name: str  # blocks.0.a_5
     module: str  # our name of the module that it passes
-    side: str  # "in" or "out" of that module
+    side: str  # "in" or "out" of that module; "gates": what it is given beside the numbers of experts, as (n, E)
     made_by: str  # the module that computes the activation
     signal_by: str  # the module whose backward pass computes the error signal
     what: str  # the activation in words
@@ -103,22 +106,30 @@ def points_of(model: GPT) -> list[Point]:
 
 def _points_of_block(block: Block, prefix: str, here: str, below: str, above: str) -> list[Point]:
     """Norms and linear layers show their output; what the heads and the activation function compute is seen where the next
-    layer reads it, and a sum where the next norm does."""
+    layer reads it, a sum where the next norm does, and gates where the experts do. What experts compute inside is not seen."""
     steps = BlockSteps(block)
     paths = {id(module): f"{here}.{name}" for name, module in block.named_modules()}
 
     def layers(step: Step) -> list[str]:
         return [paths.get(id(layer), paths[id(block.mixing)]) for layer in step.layers.values()]  # sinks are no module
 
-    def branch(step: Step) -> str:  # the module that holds the layers of a step, or of the one before it
-        own = step if step.layers else steps.makers[step.inputs[0]]
-        return layers(own)[0].rpartition(".")[0]
+    def source(step: Step) -> Step:  # the step, or the one before it that has layers
+        return step if step.layers else source(steps.makers[step.inputs[0]])
+
+    def branch(step: Step) -> str:  # the module that holds its layers
+        return layers(source(step))[0].rpartition(".")[0]
+
+    def routed(step: Step) -> str:  # the router, or the whole mixture
+        return layers(source(step))[0] if step.kind == "router" else paths[id(block.mlp)]
 
     def reads(name: str) -> str:  # the module that computes the error signal of an activation
         readers = steps.readers(name)
         computing = [step for step in readers if step.kind != "add"]
         if not readers:
             return above
+        for step in computing:
+            if step.kind in MIXING:
+                return routed(step)
         if len(computing) != 1:  # an addition, or several branches
             return here
         (step,) = computing
@@ -127,7 +138,7 @@ def _points_of_block(block: Block, prefix: str, here: str, below: str, above: st
 
     points = [Point(prefix + steps.input, here, "in", below, reads(steps.input), "the block's input")]
     for step in steps.steps:
-        for j, name in enumerate(step.outputs):
+        for j, name in enumerate(step.outputs if step.kind != "experts" else ()):
             what, part, parts = WHAT.get(step.name, f"the output of {step.name}"), 0, 1
             if step.kind in ("norm", "linear"):
                 own = layers(step)
@@ -135,6 +146,10 @@ def _points_of_block(block: Block, prefix: str, here: str, below: str, above: st
                 side = "out"
                 if len(own) < len(step.outputs):
                     what, part, parts = f"the {name[2:]} projection's output", j, len(step.outputs)
+            elif step.kind == "router":
+                made, module, side = routed(step), paths[id(block.mlp.experts)], "gates"
+            elif step.kind == "mixture":
+                made, module, side = routed(step), routed(step), "out"
             else:
                 made = here if step.kind == "add" else branch(step)
                 reader = steps.reader(name, *(("norm",) if step.kind == "add" else ()), "linear")
@@ -152,7 +167,8 @@ def layers_by_signal(model: GPT) -> dict[str, list[str]]:
         paths = {id(module): f"{n['blocks']}.{i}.{name}" for name, module in block.named_modules()}
         for step in steps.steps:
             if step.layers:
-                point = f"blocks.{i}.{steps.joined(step.outputs[0])}"
+                (output, *_) = steps.readers(step.outputs[0])[0].outputs if step.kind == "experts" else step.outputs
+                point = f"blocks.{i}.{steps.joined(output)}"
                 own = [paths.get(id(layer), paths[id(block.mixing)]) for layer in step.layers.values()]
                 found.setdefault(point, []).extend(own)
         if i == 0:

@@ -18,6 +18,7 @@ from .expect import Bounds, Expected, bounds, expect
 from .observe import Loss, Observed, observe, plain_loss
 from .points import Point, layers_by_signal, points_of, same_signals
 from .setup import check_setup
+from .ties import with_their_choice
 from .subject import Names, Subject, Tracked, make_subject
 
 
@@ -56,6 +57,10 @@ def audit(
         given = None if dtype is None else as_dtype(dtype, STORED_DTYPES)
         narrow = given or _honest_dtype(subject, seen)
         allowed = bounds(subject, checked, narrow, right, seed)
+        own = checked
+        checked, right = with_their_choice(subject, checked, seen, right, allowed)
+        if checked is not own:
+            allowed = bounds(subject, checked, narrow, right, seed)
         report = Audit(_title(subject, checked, narrow), str(narrow).removeprefix("torch."))
         report.compared = compare(subject, checked, seen, right, allowed)
         if setup:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ...errors import HandgradError
 from ...families import full_name
 from ...formats.config_json import read_config
 from ...formats.huggingface import build
+from ...formats.stacked_experts import Piece, split_name
 from ...lora.config import LoRAConfig
 from ...lora.injection import adapters_of, layers_of, put
 from ...lora.layer import LoRA
@@ -25,22 +26,47 @@ from ...lora.peft import config_of
 from ...machine import available_memory
 from ...model.config import ModelConfig
 from ...model.gpt import GPT
+from ...model.layers.experts import SELECTION
 
 BYTES_PER_PARAMETER = 8 * 5  # float64: weights, hand-derived and perturbed gradients, and the signals beside them
 _WRAPPERS = ("module", "_orig_mod")  # of DistributedDataParallel and torch.compile
 FACTORS = {"lora_A": "down", "lora_B": "up", "lora_magnitude_vector": "magnitude"}
+OF_EXPERT = {"expert.gate": "gate of expert", "expert.expand": "up of expert", "expert.contract": "expert"}
+
+
+class Held(NamedTuple):
+    """A parameter of the audited model, or a piece of one that holds the experts of a block."""
+
+    name: str
+    parameter: nn.Parameter
+    piece: Piece | None = None
+
+    @property
+    def title(self) -> str:
+        return self.name if self.piece is None else f"{self.name} ({OF_EXPERT[self.piece.layer]} {self.piece.expert})"
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """A parameter of the audited model, and ours that it equals."""
+    """A parameter of the audited model, or a piece of it, and ours that it equals."""
 
     name: str  # in the audited model
-    parameter: nn.Parameter
+    held: Held
     ours: str  # the name of our parameter
     transposed: bool  # ours is its transpose
     adapter: bool  # belongs to an adapter
     trains: bool  # should receive a gradient
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The whole parameter, also if this is a piece of it."""
+        return self.held.parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its present gradient."""
+        whole = self.parameter.grad
+        return whole if whole is None or self.held.piece is None else self.held.piece.of(whole)
 
     def turned(self, ours: Tensor) -> Tensor:
         """A tensor of ours in the orientation of the audited parameter."""
@@ -62,6 +88,7 @@ class Subject:
     modules: dict[str, str]  # our name of a module → its name in `base`
     adapter: str | None  # name of the active adapter
     title: str
+    balance: float = 0.0  # the coefficient of the balance loss that the model adds to its loss
 
     @property
     def padding_row(self) -> int:
@@ -101,8 +128,8 @@ def make_subject(
     adapter = _active_adapter(inner)
     lora = None if adapter is None else _adapter_config(inner, adapter)
     base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
-    read = _config(base, config)
-    found = _parameters(base, adapter, names or (lambda name: read.table.as_in_files(full_name(name))))
+    read, balance = _config(base, config)
+    found = _parameters(base, adapter, names or (lambda name: read.table.as_in_files(full_name(name))), read)
     ours = _build(read, found, transposed)
     if adapter is not None and lora is not None:
         _add_adapters(ours, base, adapter, lora, found)
@@ -119,8 +146,8 @@ def make_subject(
             "every parameter is frozen, so there is no gradient to audit: set requires_grad=True, or load the adapter"
             " with is_trainable=True"
         )
-    modules = {t.ours.rpartition(".")[0].removesuffix(".base"): _module_of(t.name) for t in tracked if not t.adapter}
-    return Subject(model, base, ours, tracked, _with_parents(modules), adapter, type(base).__name__)
+    modules = {_our_module(t): _module_of(t.held.name) for t in tracked if not t.adapter}
+    return Subject(model, base, ours, tracked, _with_parents(modules), adapter, type(base).__name__, balance)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -131,9 +158,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _config(base: nn.Module, given: ModelConfig | dict[str, Any] | None) -> ModelConfig:
+def _config(base: nn.Module, given: ModelConfig | dict[str, Any] | None) -> tuple[ModelConfig, float]:
+    """The configuration, and the coefficient of the balance loss."""
     if isinstance(given, ModelConfig):
-        return given
+        return given, 0.0
     raw = given
     if raw is None and hasattr(getattr(base, "config", None), "to_json_string"):
         raw = json.loads(base.config.to_json_string())  # type: ignore[union-attr,operator]
@@ -142,7 +170,9 @@ def _config(base: nn.Module, given: ModelConfig | dict[str, Any] | None) -> Mode
             f"{type(base).__name__} has no configuration of transformers: give config=hg.ModelConfig(…), or the"
             " fields of a config.json"
         )
-    return read_config(raw, Path("the model's configuration"))
+    adds = raw.get("output_router_logits") and "router_aux_loss_coef" in raw
+    config = read_config({**raw, "output_router_logits": False}, Path("the model's configuration"))
+    return config, float(raw["router_aux_loss_coef"]) if adds and config.n_experts is not None else 0.0
 
 
 # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,10 +196,11 @@ def _adapter_config(model: Any, adapter: str) -> LoRAConfig:
     return config_of(raw, Path("the adapter's configuration"))
 
 
-def _parameters(base: nn.Module, adapter: str | None, names: Names) -> dict[str, tuple[str, nn.Parameter]]:
-    """The network's own parameters by Hugging Face's names, each with its name in the audited model."""
-    found: dict[str, tuple[str, nn.Parameter]] = {}
-    for name, p in base.named_parameters(remove_duplicate=False):
+def _parameters(base: nn.Module, adapter: str | None, names: Names, config: ModelConfig) -> dict[str, Held]:
+    """The network's own parameters by Hugging Face's names, those that hold several experts piece by piece."""
+    found: dict[str, Held] = {}
+    biases = ((name, x) for name, x in base.named_buffers() if name.endswith(SELECTION))
+    for name, p in (*base.named_parameters(remove_duplicate=False), *biases):
         if ".lora_" in name or ".original_module." in name:
             continue
         if ".modules_to_save." in name and f".modules_to_save.{adapter}." not in name:
@@ -177,11 +208,15 @@ def _parameters(base: nn.Module, adapter: str | None, names: Names) -> dict[str,
         if not p.is_floating_point():
             raise HandgradError(f"{name} holds {p.dtype}, not floating-point numbers: load the model unquantized")
         plain = name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")
-        found[names(plain)] = (name, p)
+        if config.n_experts is None:
+            found[names(plain)] = Held(name, p)
+        else:
+            for own, piece in split_name(names(plain), len(p), config.table):
+                found[own] = Held(name, p, piece)
     return found
 
 
-def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], transposed: tuple[str, ...]) -> GPT:
+def _build(config: ModelConfig, found: dict[str, Held], transposed: tuple[str, ...]) -> GPT:
     """Our model with these weights; whether the head is tied is decided by the tensors, not by the configuration."""
     layers = config.table.names
     head, embed = (found.get(f"{layers[part]}.weight") for part in ("head", "embed"))
@@ -190,13 +225,8 @@ def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], tran
             f"the model has no parameter {layers['embed']}.weight: give names=, a function from its names to those of"
             f" {config.table.architecture}"
         )
-    if config.n_experts is not None:
-        raise HandgradError(
-            "mixtures of experts cannot be audited: transformers holds all experts of a block in two tensors, and their"
-            " gradients are not known part by part; hg.verify proves those of the same weights in handgrad"
-        )
-    config = replace(config, tied=head is None or head[1] is embed[1])
-    size = sum(p.numel() for _, p in found.values())
+    config = replace(config, tied=head is None or head.parameter is embed.parameter)
+    size = sum(p.numel() for p in {x.parameter for x in found.values()})
     needed, (free, _) = BYTES_PER_PARAMETER * size, available_memory()
     if needed > free:
         raise HandgradError(
@@ -208,14 +238,14 @@ def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], tran
     for name, shape in shapes.items():
         if name not in found:
             raise HandgradError(f"the model has no parameter {name} ({len(shapes)} are needed)")
-        theirs, p = found[name]
+        theirs, p, piece = found[name]
         if p.is_meta:
             raise HandgradError(f"{theirs} has no values: load the weights first")
-        value = p.detach().cpu().double().clone()
+        value = (p.detach() if piece is None else piece.of(p.detach())).cpu().double().clone()
         value = value.t().contiguous() if theirs.endswith(transposed or ("\0",)) else value
         if value.shape != shape:
             raise HandgradError(
-                f"{theirs} has the shape {tuple(value.shape)}; the configuration requires {tuple(shape)}"
+                f"{found[name].title} has the shape {tuple(value.shape)}; the configuration requires {tuple(shape)}"
             )
         weights[name] = value
     unknown = sorted(set(found) - set(shapes) - ({f"{layers['head']}.weight"} if config.tied else set()))
@@ -226,7 +256,7 @@ def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], tran
 
 @torch.no_grad()
 def _add_adapters(
-    ours: GPT, base: nn.Module, adapter: str, config: LoRAConfig, found: dict[str, tuple[str, nn.Parameter]]
+    ours: GPT, base: nn.Module, adapter: str, config: LoRAConfig, found: dict[str, Held]
 ) -> None:
     layers = layers_of(ours)
     modules = {name: m for name, m in base.named_modules() if adapter in getattr(m, "lora_A", {})}
@@ -256,7 +286,7 @@ def _add_adapters(
 def _pairs(
     ours: GPT,
     base: nn.Module,
-    found: dict[str, tuple[str, nn.Parameter]],
+    found: dict[str, Held],
     adapter: str | None,
     names: Names | None,
     transposed: tuple[str, ...],
@@ -273,12 +303,12 @@ def _pairs(
             factor = next(theirs for theirs, mine in FACTORS.items() if mine == kind)
             theirs = f"{original[path]}.{factor}.{adapter}.weight"
             trains = not (freeze_down and kind == "down")
-            yield Tracked(theirs, parameters[theirs], name, kind != "magnitude", True, trains)
+            yield Tracked(theirs, Held(theirs, parameters[theirs]), name, kind != "magnitude", True, trains)
         else:
-            theirs, p = found[name.replace(".base.", ".")]
-            saved = f".modules_to_save.{adapter}." in theirs
-            turned = theirs.endswith(transposed or ("\0",))
-            yield Tracked(theirs, p, name, turned, saved, saved or p.requires_grad)
+            held = found[name.replace(".base.", ".")]
+            saved = f".modules_to_save.{adapter}." in held.name
+            turned = held.name.endswith(transposed or ("\0",))
+            yield Tracked(held.title, held, name, turned, saved, saved or held.parameter.requires_grad)
 
 
 def _all_frozen(parameters: dict[str, nn.Parameter], factor: str, adapter: str | None) -> bool:
@@ -286,6 +316,12 @@ def _all_frozen(parameters: dict[str, nn.Parameter], factor: str, adapter: str |
     chosen = [p for name, p in parameters.items() if f".{factor}.{adapter}." in name]
     others = [p for name, p in parameters.items() if f".lora_B.{adapter}." in name]
     return not any(p.requires_grad for p in chosen) and any(p.requires_grad for p in others)
+
+
+def _our_module(tracked: Tracked) -> str:
+    """Our name of the module that holds a parameter: of pieces, that of all experts."""
+    path = tracked.ours.rpartition(".")[0].removesuffix(".base")
+    return path if tracked.held.piece is None else path.rpartition(".")[0].rpartition(".")[0]
 
 
 def _module_of(parameter: str) -> str:

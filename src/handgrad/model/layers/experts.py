@@ -82,13 +82,13 @@ class Experts(Parts):
     def forward(self, a_6: Tensor, run: Pass) -> tuple[Tensor, Saved]:
         """a_6 → a_scores → a_gates; a_6 of every expert's tokens → a_experts; both → a_9"""
         scores = run.at("a_scores", self.router.forward(a_6, run))
-        gates, chosen = experts.route(scores, self.routing, getattr(self.router.plain(), SELECTION, None))
-        gates = run.at("a_gates", gates)
+        chosen = experts.choose(scores, self.routing, getattr(self.router.plain(), SELECTION, None))
+        chosen = run.at("chosen", chosen)
+        gates = run.at("a_gates", experts.gates(scores, chosen, self.routing))
         a_9 = scores.new_zeros(len(a_6), self.router.plain().f_in)
         outputs: Tensor | None = None
         saved: list[mlp.Saved | None] = []
         if run.observer is not None:
-            run.observer.note("chosen", chosen)
             outputs = a_9.new_empty(chosen.numel(), a_9.shape[1])
         places = experts.by_expert(chosen, len(self.experts))
         for expert, rows in zip(self.experts, places, strict=True):
