@@ -234,7 +234,7 @@ def test_resume_is_judged_by_finite_weights() -> None:
 
 def test_a_step_that_the_audit_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Block.steps
-    dummy = Step("mixing", "experts", ("a_10",), ("a_mixed",))
+    dummy = Step("mixing", "mixing", ("a_10",), ("a_mixed",))
     monkeypatch.setattr(Block, "steps", lambda self: [*right(self), dummy])
     with pytest.raises(hg.HandgradError, match="the audit cannot read the step 'mixing'"):
         hg.audit(model_of("gpt2"), batch(), setup=False)

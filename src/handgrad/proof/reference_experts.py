@@ -30,7 +30,7 @@ def mixture_of(experts: Experts) -> Mixture:
 
 
 def _router(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
-    return [gates_of(given[0], _chosen(given[0], at), at.block["mixture"].routing)]
+    return [gates_of(given[0], _chosen(given[0], at), at.block["mixture"].routing, at.inside)]
 
 
 def _experts(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
@@ -70,12 +70,18 @@ def choose(scores: Tensor, m: Mixture) -> Tensor:
     return ranked.masked_fill(~allowed.repeat_interleave(groups.shape[2], 1), -torch.inf).topk(r.k, sorted=False)[1]
 
 
-def gates_of(scores: Tensor, chosen: Tensor, r: Routing) -> Tensor:
-    """(n, k) gates of the chosen experts"""
-    p = F.sigmoid(scores) if r.kind == "sigmoid" else F.softmax(scores, 1)
+def gates_of(scores: Tensor, chosen: Tensor, r: Routing, inside: Change | None = None) -> Tensor:
+    """(n, k) gates of the chosen experts. `inside` changes the sums, which cancel in the backward pass."""
+    if r.kind == "sigmoid":
+        p = F.sigmoid(scores)
+    elif inside is None:
+        p = F.softmax(scores, 1)
+    else:
+        p = torch.exp(scores - inside(torch.logsumexp(scores, 1, keepdim=True)))
     p = p.gather(1, chosen)
     if r.normalized or r.kind == "softmax of chosen":
-        p = p / p.sum(1, keepdim=True)
+        total = p.sum(1, keepdim=True)
+        p = p / (total if inside is None else inside(total))
     return r.scale * p
 
 

@@ -6,7 +6,7 @@ over the n rows of all mixtures together: a token counts once in each block. Pad
 the scores of the routers: c (E/n) p ∘ (f − ⟨p, f⟩).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -55,26 +55,47 @@ class _WithLoss(torch.autograd.Function):
 
 def balance_of(model: GPT, batch: AuditBatch, coefficient: float) -> Balance | None:
     """The balance loss of a batch; None if the model adds none."""
-    if not coefficient:
+    if not coefficient or model.config.n_experts is None:
         return None
     if not batch.complete:
         raise HandgradError(
             "a sequence of the batch has no target, but its tokens count in the balance loss of the routers: leave the"
             " sequence out"
         )
-    tokens, p, rows = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+    scores: list[Tensor] = []
+    chosen: list[Tensor] = []
 
     def record(name: str, x: Tensor) -> None:
-        nonlocal tokens, p, rows
-        if name.endswith(".a_scores"):
-            p, rows = p + torch.softmax(x, 1).sum(0), rows + len(x)
-        elif name.endswith(".chosen"):
-            tokens = tokens + experts.tokens_of_experts(x, model.config.n_experts or 0, torch.float64)
+        if name.endswith((".a_scores", ".chosen")):
+            (scores if x.is_floating_point() else chosen).append(x.clone())
 
     for ids, targets in batch.sequences():
         record_pass(model, ids, targets, n_targets=batch.n_targets, record=record)
     model.zero_grad()
-    return Balance(coefficient, tokens, p, rows)
+    return _of(coefficient, zip(scores, chosen, strict=True))
+
+
+def _of(coefficient: float, mixtures: Iterable[tuple[Tensor, Tensor]]) -> Balance:
+    """From the scores (n, E) and the chosen experts (n, k) of several mixtures."""
+    scores, chosen = (torch.cat(x) for x in zip(*mixtures, strict=True))
+    tokens = experts.tokens_of_experts(chosen, scores.shape[1], torch.float64)
+    return Balance(coefficient, tokens, torch.softmax(scores, 1).sum(0), len(scores))
+
+
+def balance_mistakes(
+    right: Balance, mixtures: list[tuple[Tensor, Tensor]], padded: list[tuple[Tensor | None, Tensor]]
+) -> dict[str, float]:
+    """What known mistakes would have made of the loss; `padded` are the scores and chosen experts with padding."""
+    found = {
+        "the balance loss were left out": 0.0,
+        "the balance loss were added twice": 2 * right.value,
+        f"the balance loss were not multiplied by {right.coefficient:g}": right.value / right.coefficient,
+        "the balance losses of the blocks were added": sum(_of(right.coefficient, [x]).value for x in mixtures),
+    }
+    every = [(scores, chosen) for scores, chosen in padded if scores is not None]
+    if len(every) == len(mixtures):
+        found["padding counted in the balance loss"] = _of(right.coefficient, every).value
+    return found
 
 
 def edits(model: GPT, balance: Balance, scores: dict[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -29,7 +29,9 @@ class AuditBatch:
     lengths: list[int]  # of the packed sequences
     positions: Tensor  # (B, T)   from 0 in each sequence; 0 in padding
     from_padding: int = 0  # labels that padding would have had to predict; they are masked
-    experts: dict[str, Tensor] = field(default_factory=dict)  # (B, T, k) that ours uses, where a block's are not its own
+    experts: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # (B, T, k) that ours uses, where a block's are not its own
 
     @property
     def shape(self) -> tuple[int, int]:

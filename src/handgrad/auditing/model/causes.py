@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ...lora.injection import adapters_of, layers_of
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
 from ...model.steps import Step
 from ...ops.loss import NO_TARGET
 from ..diagnosis import Part
-from . import heads
+from . import heads, mixtures
 from .convolutions import convolution_mistakes, convolution_slopes
 from .evidence import Evidence, Place, Read
 from .expect import expect
@@ -34,7 +35,7 @@ from .mistakes import (
     slope_causes,
     with_undetached_norms,
 )
-from .points import BlockSteps
+from .points import MIXING, BlockSteps
 from .subject import Tracked
 
 
@@ -68,6 +69,9 @@ class Suspects(Evidence):
         if step.kind == "attention":
             mistakes, fitted = self._heads(i, lambda found: self._rows(found.a_3), None, a(name))
             return Causes(mistakes=mistakes, fitted=fitted)
+        if step.kind in MIXING:
+            mistakes = {what: made.values[name] for what, made in self._mixture(i, backward=False).items()}
+            return Causes(mixtures.parts(block, self._around_mixture(i)[0]) if step.kind == "mixture" else {}, mistakes)
         if step.kind == "convolution":
             return Causes(mistakes=convolution_mistakes(block.conv, [a(x) for x in step.inputs], self.batch.lengths))
         if step.kind == "add":
@@ -81,7 +85,10 @@ class Suspects(Evidence):
             return Causes(mistakes=activation_mistakes(block.mlp, a))
         columns, read = _columns(step, name), a(step.inputs[0])
         terms, scales = adapter_term(layer, read, columns), self._adapter_scale(layer)
-        return Causes(terms, layer_mistakes(layer, read, columns), scales)
+        mistakes = layer_mistakes(layer, read, columns)
+        if steps.reader(name, "router"):
+            mistakes["softmax were applied to them"] = torch.softmax(self.right.values[point], 1)
+        return Causes(terms, mistakes, scales)
 
     def _embedding_terms(self) -> dict[str, Tensor]:
         ours = self.subject.ours
@@ -110,6 +117,7 @@ class Suspects(Evidence):
         """Causes of a wrong loss with right activations."""
         mistakes = self._averaged(lambda x: torch.tensor(x.loss, dtype=torch.float64))
         shifted = self._unshifted()
+        mistakes |= self._balanced()
         mistakes |= logit_mistakes(self.subject.ours, self._values("a_11")("a_11", padded=True), self.batch)
         mistakes["the labels were not shifted: every token is its own target"] = torch.tensor(
             shifted, dtype=torch.float64
@@ -121,7 +129,7 @@ class Suspects(Evidence):
         labels = self.batch.inputs["labels"].cpu().flatten()[self.batch.rows]
         if not (labels != NO_TARGET).any():
             return 0.0
-        return expect(self.subject, replace(self.batch, targets=labels)).loss
+        return expect(self.subject, replace(self.batch, targets=labels), balance=self.right.balance).loss
 
     # ── error signals ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,6 +140,10 @@ class Suspects(Evidence):
             return Causes(mistakes=self._averaged(lambda x: x.signals[point]), scales=scales)
         i, block, steps, name = place
         a, d, readers = self._values(point), self._signals(point), steps.readers(name)
+        if any(step.kind in MIXING for step in readers):
+            made = self._mixture(i, backward=True)
+            mistakes = {what: x.signals[name] for what, x in made.items() if name in x.signals}
+            return Causes(self._mixture_terms(i).get(name, {}), mistakes, scales)
         if not readers and i == self.subject.config.n_blocks - 1:
             terms = norm_terms(self.subject.ours.final_norm, a(name), self._signals("a_11")("a_11"), "readout")
             return Causes(terms, scales=scales)
@@ -218,6 +230,11 @@ class Suspects(Evidence):
                 i, lambda found: tracked.turned(found.grads[own]), signal, self.seen.grads[tracked.name]
             )
             mistakes |= known
+        if f"{inside[2]}.".startswith(f"{names['mlp']}.") and isinstance(ours.blocks[int(inside[0])].mlp, Experts):
+            own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['mlp']}.")
+            made = self._mixture(int(inside[0]), backward=True)
+            mistakes |= {what: tracked.turned(x.grads[own]) for what, x in made.items()}
+            terms |= {what: tracked.turned(x) for what, x in self._mixture_terms(int(inside[0])).get(own, {}).items()}
         mistakes |= {what: tracked.turned(x) for what, x in self._wrong_rows(name, layer).items()}
         if path in (adapters := adapters_of(ours)):
             norms = with_undetached_norms(adapters[path], path, name.rpartition(".")[2], self.right.grads)

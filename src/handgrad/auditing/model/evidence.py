@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ...formatting import number as formatted
 from ...model.block import Block
-from . import heads
+from ...model.layers.experts import Experts
+from . import heads, mixtures
+from .balance import balance_mistakes, balance_of
 from .batch import AuditBatch
 from .expect import Expected, expect
 from .observe import Observed
@@ -58,6 +60,47 @@ class Evidence:
         own = "1/√d_head = " if c.attention_scale is None else ""
         text = f"the scores were multiplied by {formatted(scale)}, not by {own}{formatted(right.scale)}"
         return found, {text: made(replace(right, scale=scale))}
+
+    def _mixture(self, i: int, *, backward: bool) -> dict[str, mixtures.Made]:
+        """What every known mistake of a block's mixture of experts would have given."""
+        block, (a_6, delta_9) = self.subject.ours.blocks[i], self._around_mixture(i)
+        assert isinstance(block.mlp, Experts)
+        return {
+            name: mixtures.compute(block, a_6, x, delta_9 if backward else None, self.right.balance)
+            for name, x in mixtures.known_mistakes(block.mlp, backward).items()
+        }
+
+    def _mixture_terms(self, i: int) -> dict[str, dict[str, Tensor]]:
+        """The terms of the error signals and gradients of a block's mixture of experts."""
+        return mixtures.signal_parts(self.subject.ours.blocks[i], *self._around_mixture(i), self.right.balance)
+
+    def _around_mixture(self, i: int) -> tuple[Tensor, Tensor]:
+        """a_6 and Δ_9 of a block"""
+        steps, block = self.steps[i], f"blocks.{i}."
+        read = next(step.inputs[0] for step in steps.steps if step.kind == "experts")
+        return self._values(block)(read), self._signals(block)(steps.joined("a_9"))
+
+    def _balanced(self) -> dict[str, Tensor]:
+        """The loss with a wrong balance loss, or with one that the model's configuration does not have."""
+        subject, right = self.subject, self.right
+        plain = right.loss - (0.0 if right.balance is None else right.balance.value)
+        if right.balance is not None:
+            scores = [(right.values[name.replace("chosen", "a_scores")], x) for name, x in right.chosen.items()]
+            seen = [
+                (self.seen.values.get(name.replace("a_gates", "a_scores")), x) for name, x in self.seen.chosen.items()
+            ]
+            found = balance_mistakes(right.balance, scores, seen)
+        elif (
+            added := getattr(getattr(subject.base, "config", None), "router_aux_loss_coef", 0)
+        ) and self.batch.complete:
+            balance = balance_of(subject.ours, self.batch, added)
+            name = (
+                "the balance loss were added, which output_router_logits=False in the model's configuration leaves out"
+            )
+            found = {} if balance is None or not subject.config.n_experts else {name: balance.value}
+        else:
+            found = {}
+        return {name: torch.tensor(plain + x, dtype=torch.float64) for name, x in found.items()}
 
     def _place(self, point: str) -> Place | None:
         """Where a point is; None outside the blocks."""

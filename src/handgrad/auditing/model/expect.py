@@ -81,9 +81,7 @@ def expect(
     for found in (whole, whole_signals):
         found |= {name: _dense(subject, experts, name, x) for name, x in found.items()}
     grads = without_padding_row(subject, batch, grads, whole_signals["blocks.0.a_1"])
-    return Expected(
-        loss + (0.0 if balance is None else balance.value), whole, whole_signals, grads, experts, balance
-    )
+    return Expected(loss + (0.0 if balance is None else balance.value), whole, whole_signals, grads, experts, balance)
 
 
 def _dense(subject: Subject, chosen: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -111,7 +109,6 @@ def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expec
     size = rounding_size(subject.config, len(batch.tokens), dtype)
     generator = torch.Generator().manual_seed(seed)
 
-
     def same_experts(start: int, name: str, x: Tensor) -> Tensor:
         """Rounding must not send a token to other experts, and the balance loss is differentiated too."""
         if name in right.chosen:
@@ -132,7 +129,9 @@ def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expec
         added = 0.0 if right.balance is None else right.balance.value
         errors["loss", ""] = max(errors["loss", ""], abs(sample.loss + added - right.loss))
         for p in points:
-            value, delta = (_dense(subject, right.chosen, p.name, x) for x in (sample.values[p.name], sample.deltas[p.signal]))
+            value, delta = (
+                _dense(subject, right.chosen, p.name, x) for x in (sample.values[p.name], sample.deltas[p.signal])
+            )
             measure("values", p.name, value, right.values.get(p.name))
             measure("signals", p.name, delta, right.signals.get(p.name))
         for name, grad in without_padding_row(subject, batch, sample.grads, sample.deltas["blocks.0.delta_1"]).items():

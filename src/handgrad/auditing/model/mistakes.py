@@ -164,9 +164,7 @@ def backward_terms(parts: dict[str, tuple[Any, Tensor]]) -> dict[str, Tensor]:
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parts_of_sequences(
-    subject: Subject, batch: AuditBatch, name: str, balance: Balance | None
-) -> dict[str, Tensor]:
+def parts_of_sequences(subject: Subject, batch: AuditBatch, name: str, balance: Balance | None) -> dict[str, Tensor]:
     """What each sequence adds to the gradient of our parameter `name`."""
     if not 2 <= len(batch.lengths) <= MAX_SEQUENCES:
         return {}

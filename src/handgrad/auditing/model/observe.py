@@ -19,6 +19,7 @@ from .points import Point, points_of
 from .subject import Subject
 
 Loss = Callable[[Any, dict[str, Tensor]], Any]
+Norm = Callable[[Any], Any]  # a model whose parameters have gradients → their norm, as clipping uses it
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Observed:
     stale: dict[str, Tensor] = field(default_factory=dict)  # gradients that frozen parameters had before
     chosen: dict[str, Tensor] = field(default_factory=dict)  # (B · T, k) numbers of experts, by the name of the gates
     dtype: torch.dtype = torch.float32  # the narrowest in which an activation was computed
+    norm: float | None = None  # of all gradients, as the user's function computes it
 
 
 def plain_loss(model: Any, inputs: dict[str, Tensor]) -> Any:
@@ -52,7 +54,9 @@ def shared_loss(n_targets: int) -> Loss:
     return loss
 
 
-def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, points: bool = True) -> Observed:
+def observe(
+    subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, points: bool = True, norm: Norm | None = None
+) -> Observed:
     """One forward and backward pass of the audited model."""
     device = next(subject.base.parameters()).device
     inputs = {name: x.to(device) for name, x in batch.inputs.items()}
@@ -71,6 +75,7 @@ def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, poi
                 tape.close()
         seen = Observed(value, stale=frozen, dtype=subject.dtype)
         seen.grads = {t.name: None if t.grad is None else _wide(t.grad) for t in subject.tracked}
+        seen.norm = None if norm is None else float(norm(subject.model))
         if tape is not None:
             seen.values, seen.signals, seen.chosen = tape.read(batch)
             seen.dtype = max((subject.dtype, *tape.dtypes), key=lambda d: torch.finfo(d).eps)
@@ -157,7 +162,9 @@ class _Tape:
     def _store_gates(self, point: Point, given: list[Tensor]) -> None:
         """Store the gates that experts are given beside the numbers (n, k) of the experts."""
         chosen = next((x for x in given if not x.is_floating_point()), None)
-        gates = next((x for x in given if chosen is not None and x.is_floating_point() and x.shape == chosen.shape), None)
+        gates = next(
+            (x for x in given if chosen is not None and x.is_floating_point() and x.shape == chosen.shape), None
+        )
         if chosen is not None and gates is not None and self.n_experts is not None:
             self.chosen.setdefault(point.name, []).append(chosen.detach().cpu())
             self._store(point, gates, partial(of_experts, chosen.detach().cpu(), self.n_experts))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...model.block import Block
 from ...model.gpt import GPT
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine
 from ...model.steps import Step, require, signal
 
@@ -28,8 +29,9 @@ WHAT = {
     "skip_5": "the stream after attention", "norm_5": "the second norm's output",
     "norm_4": "the output of the norm after attention",
     "norm_9": "the output of the norm after the feed-forward layer", "expand": "the expanded features",
-    "router": "the router's scores", "gates": "the gates", "mixture": "the mixture's output",
-    "shared_gate": "the score of the shared expert", "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_10": "the block's output",
+    "router": "the score of each expert", "gates": "the gate of each expert", "mixture": "the mixture's output",
+    "shared_gate": "the score of the shared expert", "activation": "the activated features",
+    "contract": "the feed-forward layer's output", "skip_10": "the block's output",
 }  # fmt: skip
 
 
@@ -106,7 +108,7 @@ def points_of(model: GPT) -> list[Point]:
 
 def _points_of_block(block: Block, prefix: str, here: str, below: str, above: str) -> list[Point]:
     """Norms and linear layers show their output; what the heads and the activation function compute is seen where the next
-    layer reads it, a sum where the next norm does, and gates where the experts do. What experts compute inside is not seen."""
+    layer reads it, a sum where the next norm does, and gates where experts do. What experts compute inside is not seen."""
     steps = BlockSteps(block)
     paths = {id(module): f"{here}.{name}" for name, module in block.named_modules()}
 
@@ -129,7 +131,8 @@ def _points_of_block(block: Block, prefix: str, here: str, below: str, above: st
             return above
         for step in computing:
             if step.kind in MIXING:
-                return routed(step)
+                gates = name in steps.makers and steps.makers[name].kind == "router"
+                return paths[id(block.mlp.experts)] if gates else routed(step)
         if len(computing) != 1:  # an addition, or several branches
             return here
         (step,) = computing
@@ -174,6 +177,19 @@ def layers_by_signal(model: GPT) -> dict[str, list[str]]:
         if i == 0:
             found[f"blocks.0.{steps.input}"] = [n[x] for x in ("embed", "positions") if x in n]
     return found
+
+
+def expert_layers(model: GPT) -> dict[str, tuple[int, int]]:
+    """The layers of experts by their paths, each with the numbers of its block and of its expert."""
+    blocks = model.config.table.names["blocks"]
+    paths = {id(module): name for name, module in model.named_modules() if name.startswith(blocks)}
+    return {
+        paths[id(layer)]: (i, e)
+        for i, block in enumerate(model.blocks)
+        if isinstance(block.mlp, Experts)
+        for e, expert in enumerate(block.mlp.experts)
+        for layer in (*expert.projections(), expert.contract)
+    }
 
 
 def same_signals(model: GPT) -> set[str]:

@@ -1,11 +1,14 @@
 """`audit`: compare a model's own gradients with the hand-derived ones, and find the first layer that is wrong."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import HandgradError
 from ...formatting import number, plural
 from ...model.config import ModelConfig
 from ...model.dtype import STORED_DTYPES, as_dtype
@@ -15,11 +18,14 @@ from ..findings import Audit, Compared
 from .batch import AuditBatch, check_ids, make_batch
 from .causes import Causes, Suspects
 from .expect import Bounds, Expected, bounds, expect
-from .observe import Loss, Observed, observe, plain_loss
-from .points import Point, layers_by_signal, points_of, same_signals
+from .observe import Loss, Norm, Observed, observe, plain_loss
+from .points import Point, expert_layers, layers_by_signal, points_of, same_signals
 from .setup import check_setup
-from .ties import with_their_choice
 from .subject import Names, Subject, Tracked, make_subject
+from .ties import with_their_choice
+from .training import Loop
+
+NO_GATES = "the gates' error signal ⟨Δ_9, y⟩ is missing, so the router learns nothing from the loss"
 
 
 def audit(
@@ -27,6 +33,8 @@ def audit(
     batch: Any,
     *,
     loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    grad_norm: Norm | None = None,
     setup: bool = True,
     dtype: torch.dtype | str | None = None,
     config: ModelConfig | dict[str, Any] | None = None,
@@ -41,6 +49,8 @@ def audit(
                 module with the same parameters
     batch       token ids (B, T), or a dictionary with input_ids and, optionally, labels, attention_mask, position_ids
     loss        function(model, batch) that returns the loss, or that calls backward() itself (default: model(**batch).loss)
+    optimizer   your optimizer, which must have every parameter that trains
+    grad_norm   function(model) that returns the norm of all gradients, as your loop clips them
     setup       also check the set-up: accumulation, padding, masked targets, merging, saving, resuming
     dtype       the dtype in which the model computes, for the error that it allows (default: the narrowest that is seen)
     config      its configuration, if it has none of transformers: a ModelConfig, or the fields of a config.json
@@ -48,6 +58,8 @@ def audit(
     transposed  ends of its names whose weights are stored transposed
     seed        seed of the rounding errors that calibrate what the dtype allows
     """
+    if not setup and (optimizer is not None or grad_norm is not None):
+        raise HandgradError("optimizer= and grad_norm= are checks of the set-up: leave out setup=False")
     checked = make_batch(batch)
     with new_adapters.filled(model, seed) as new:
         subject = make_subject(model, config, names, transposed)
@@ -64,7 +76,7 @@ def audit(
         report = Audit(_title(subject, checked, narrow), str(narrow).removeprefix("torch."))
         report.compared = compare(subject, checked, seen, right, allowed)
         if setup:
-            report.setup = check_setup(subject, checked, seen, right, allowed, loss)
+            report.setup = check_setup(subject, checked, seen, right, allowed, Loop(loss, optimizer, grad_norm))
         if subject.adapter in new:
             report.notes.append("the adapter is new, its up factors are 0: they were filled at random for the audit")
         if padded := int((checked.tokens == subject.padding_row).sum()):
@@ -117,20 +129,21 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
     found: list[Compared] = []
 
     def add(kind: str, name: str, layer: str, computed: Tensor | None, expected: Tensor | None, bound: float,
-            causes: Any, absent: str = "") -> None:  # fmt: skip
+            causes: Any, absent: Callable[[], str] = str) -> None:  # fmt: skip
         diagnosis = diagnose(computed, expected, bound, scales=suspects.scales())
         if not diagnosis.right and all(x.right for x in found):
             diagnosis = diagnose(computed, expected, bound, **vars(causes()))
-        if absent and diagnosis.kind == "not trained":
-            diagnosis = replace(diagnosis, sentence=f"was never computed: {absent}")
+        if diagnosis.kind in ("not trained", "zero") and (reason := absent()):
+            sentence = "was never computed" if diagnosis.kind == "not trained" else diagnosis.sentence
+            diagnosis = replace(diagnosis, sentence=f"{sentence}: {reason}")
         diagnosis = _overflow(diagnosis, expected, allowed)
-        found.append(Compared(name, kind, layer, diagnosis))
+        found.append(Compared(name, kind, subject.modules.get(layer, layer), diagnosis))
 
     points = points_of(subject.ours)
     for p in points:
         if p.name in seen.values:
             value, bound = seen.values[p.name][batch.rows], allowed.values[p.name]
-            add("activation", _point_name(p), p.made_by, value, right.values[p.name], bound,
+            add("activation", _point_name(p, subject), p.made_by, value, right.values[p.name], bound,
                 lambda p=p: suspects.of_value(p.name))  # fmt: skip
     if seen.loss is not None:
         computed, total = (torch.tensor(x, dtype=torch.float64) for x in (seen.loss, right.loss))
@@ -141,14 +154,14 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
     for p in reversed(points):
         if p.name in seen.signals and p.name not in same:
             signal, bound = seen.signals[p.name][batch.rows], allowed.signals[p.name]
-            add("error signal", _point_name(p), p.signal_by, signal, right.signals[p.name], bound,
-                lambda p=p: suspects.of_signal(p.name))  # fmt: skip
+            add("error signal", _point_name(p, subject), p.signal_by, signal, right.signals[p.name], bound,
+                lambda p=p: suspects.of_signal(p.name), partial(str, NO_GATES if p.side == "gates" else ""))  # fmt: skip
         _add_gradients(subject, by_signal.get(p.name, []), seen, right, allowed, suspects, add)
     return found
 
 
-def _point_name(p: Point) -> str:
-    return f"{p.what} ({p.module})"
+def _point_name(p: Point, subject: Subject) -> str:
+    return f"{p.what} ({subject.modules.get(p.module, p.module)})"
 
 
 def _add_gradients(
@@ -163,18 +176,25 @@ def _add_gradients(
         if not t.trains:
             stale = seen.stale.get(t.name) if computed is None else computed
             if stale is not None:
-                add("gradient", t.name, owner, stale, None, 0.0, Causes)
+                add("gradient", t.name, t.module, stale, None, 0.0, Causes)
             continue
         expected = t.expected(right.grads)
-        add("gradient", t.name, owner, computed, expected, allowed.grads.get(t.ours, 0.0),
-            lambda t=t: suspects.of_gradient(t), _reason(subject, t, owner, seen))  # fmt: skip
+        add("gradient", t.name, t.module, computed, expected, allowed.grads.get(t.ours, 0.0),
+            lambda t=t: suspects.of_gradient(t), partial(_reason, subject, t, owner, seen, right))  # fmt: skip
 
 
-def _reason(subject: Subject, tracked: Tracked, owner: str, seen: Observed) -> str:
+def _reason(subject: Subject, tracked: Tracked, owner: str, seen: Observed, right: Expected) -> str:
     """Why a parameter may have no gradient; empty if nothing is known."""
     if not tracked.parameter.requires_grad:
         return "requires_grad is False, so it is not trained"
-    outputs = [p.name for p in points_of(subject.ours) if (p.module, p.side) == (owner, "out")]
+    if owner in (experts := expert_layers(subject.ours)):
+        i, e = experts[owner]
+        tokens = plural(int((right.chosen[f"blocks.{i}.chosen"] == e).sum()), "token")
+        return f"{tokens} of the batch went to expert {e}, and it learns nothing from them"
+    points = points_of(subject.ours)
+    if any(p.side == "gates" and p.made_by == owner and p.name not in seen.signals for p in points):
+        return NO_GATES
+    outputs = [p.name for p in points if (p.module, p.side) == (owner, "out")]
     if outputs and outputs[0] in seen.values and outputs[0] not in seen.signals:
         return f"no error signal comes back to {owner}: its branch is detached"
     return ""

@@ -19,21 +19,23 @@ from ...ops.loss import NO_TARGET
 from ...tolerances import merge_tolerance
 from ..diagnosis import diagnose
 from ..findings import SetUp
+from . import training
 from .batch import AuditBatch
 from .causes import Suspects
 from .expect import Bounds, Expected, bounds, expect
-from .observe import Loss, Observed, logits_of, observe, plain_loss, shared_loss, take_step
+from .observe import Observed, logits_of, observe, plain_loss, shared_loss, take_step
 from .subject import Subject
+from .training import Loop
 
 Grads = dict[str, Tensor | None]
 PADDING = 3  # tokens of padding added to a batch that has none
 
 
 def check_setup(
-    subject: Subject, batch: AuditBatch, seen: Observed, right: Expected, allowed: Bounds, loss: Loss | None
+    subject: Subject, batch: AuditBatch, seen: Observed, right: Expected, allowed: Bounds, loop: Loop
 ) -> list[SetUp]:
     """All checks of the set-up, in the order of the documentation."""
-    context = _Context(subject, batch, seen, right, allowed, loss)
+    context = _Context(subject, batch, seen, right, allowed, loop)
     return [_guarded(name, check) for name, check in context.checks()]
 
 
@@ -52,15 +54,21 @@ class _Context:
     """What the checks share."""
 
     def __init__(
-        self, subject: Subject, batch: AuditBatch, seen: Observed, right: Expected, allowed: Bounds, loss: Loss | None
+        self, subject: Subject, batch: AuditBatch, seen: Observed, right: Expected, allowed: Bounds, loop: Loop
     ):
         self.subject, self.batch, self.seen, self.right, self.allowed = subject, batch, seen, right, allowed
-        self.own_loss, self.loss = loss is not None, loss or plain_loss
+        self.loop, self.own_loss, self.loss = loop, loop.loss is not None, loop.loss or plain_loss
 
     def checks(self) -> Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]:
         if self.subject.adapter is not None:
             yield "every adapter receives a gradient", self.adapters_train
+        if self.subject.config.n_experts is not None:
+            yield "experts train alike", lambda: training.experts_alike(self.subject)
         yield "frozen weights receive none", self.frozen_stay
+        if (optimizer := self.loop.optimizer) is not None:
+            yield "the optimizer has every trained tensor", lambda: training.optimizer_complete(self.subject, optimizer)
+        if self.loop.norm is not None:
+            yield "the gradient norm counts every tensor", self.norm
         yield "accumulation equals the big batch", self.accumulation
         yield "padding changes nothing", self.padding
         yield "masked targets contribute nothing", self.masked_targets
@@ -68,6 +76,11 @@ class _Context:
             yield "merged equals unmerged", self.merging
         yield "saving and loading changes nothing", self.saving
         yield "resume is exact", self.resuming
+
+    def norm(self) -> tuple[bool | None, str]:
+        found = observe(self.subject, self.batch, self.loss, points=False, norm=self.loop.norm)
+        assert found.norm is not None
+        return training.norm_complete(self.subject, found, found.norm)
 
     # ── what trains ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -110,6 +123,8 @@ class _Context:
     def accumulation(self) -> tuple[bool | None, str]:
         if self.own_loss:
             return None, "the loss is yours: audit the function that accumulates"
+        if self.subject.balance:
+            return None, "the balance loss of parts is not a part of the balance loss"
         n = self.batch.shape[0]
         if n < 2:
             return None, "the batch has one sequence"
@@ -159,6 +174,8 @@ class _Context:
         if bool((labels[:, 1:] == NO_TARGET).all()):
             return None, "the sequences are too short"
         masked = self.batch.changed(labels=labels)
+        if self.subject.balance and not masked.complete:
+            return None, "a sequence would have no target left"
         right = expect(self.subject, masked)
         allowed = bounds(self.subject, masked, self.allowed.dtype, right)
         found = observe(self.subject, masked, self.loss, points=False)

@@ -68,6 +68,12 @@ class Tracked:
         whole = self.parameter.grad
         return whole if whole is None or self.held.piece is None else self.held.piece.of(whole)
 
+    @property
+    def module(self) -> str:
+        """Our name of the module that holds it; of a piece, that of all experts."""
+        path = self.ours.rpartition(".")[0].removesuffix(".base")
+        return path if self.held.piece is None else path.rpartition(".")[0].rpartition(".")[0]
+
     def turned(self, ours: Tensor) -> Tensor:
         """A tensor of ours in the orientation of the audited parameter."""
         return ours.detach().t() if self.transposed else ours.detach()
@@ -146,7 +152,7 @@ def make_subject(
             "every parameter is frozen, so there is no gradient to audit: set requires_grad=True, or load the adapter"
             " with is_trainable=True"
         )
-    modules = {_our_module(t): _module_of(t.held.name) for t in tracked if not t.adapter}
+    modules = {t.module: _module_of(t.held.name) for t in tracked if not t.adapter}
     return Subject(model, base, ours, tracked, _with_parents(modules), adapter, type(base).__name__, balance)
 
 
@@ -199,7 +205,7 @@ def _adapter_config(model: Any, adapter: str) -> LoRAConfig:
 def _parameters(base: nn.Module, adapter: str | None, names: Names, config: ModelConfig) -> dict[str, Held]:
     """The network's own parameters by Hugging Face's names, those that hold several experts piece by piece."""
     found: dict[str, Held] = {}
-    biases = ((name, x) for name, x in base.named_buffers() if name.endswith(SELECTION))
+    biases: Iterator[Any] = ((name, x) for name, x in base.named_buffers() if name.endswith(SELECTION))
     for name, p in (*base.named_parameters(remove_duplicate=False), *biases):
         if ".lora_" in name or ".original_module." in name:
             continue
@@ -255,9 +261,7 @@ def _build(config: ModelConfig, found: dict[str, Held], transposed: tuple[str, .
 
 
 @torch.no_grad()
-def _add_adapters(
-    ours: GPT, base: nn.Module, adapter: str, config: LoRAConfig, found: dict[str, Held]
-) -> None:
+def _add_adapters(ours: GPT, base: nn.Module, adapter: str, config: LoRAConfig, found: dict[str, Held]) -> None:
     layers = layers_of(ours)
     modules = {name: m for name, m in base.named_modules() if adapter in getattr(m, "lora_A", {})}
     if any(adapter in getattr(m, "lora_embedding_A", {}) for m in base.modules()):
@@ -305,10 +309,10 @@ def _pairs(
             trains = not (freeze_down and kind == "down")
             yield Tracked(theirs, Held(theirs, parameters[theirs]), name, kind != "magnitude", True, trains)
         else:
-            held = found[name.replace(".base.", ".")]
-            saved = f".modules_to_save.{adapter}." in held.name
-            turned = held.name.endswith(transposed or ("\0",))
-            yield Tracked(held.title, held, name, turned, saved, saved or held.parameter.requires_grad)
+            own = found[name.replace(".base.", ".")]
+            saved = f".modules_to_save.{adapter}." in own.name
+            turned = own.name.endswith(transposed or ("\0",))
+            yield Tracked(own.title, own, name, turned, saved, saved or own.parameter.requires_grad)
 
 
 def _all_frozen(parameters: dict[str, nn.Parameter], factor: str, adapter: str | None) -> bool:
@@ -316,12 +320,6 @@ def _all_frozen(parameters: dict[str, nn.Parameter], factor: str, adapter: str |
     chosen = [p for name, p in parameters.items() if f".{factor}.{adapter}." in name]
     others = [p for name, p in parameters.items() if f".lora_B.{adapter}." in name]
     return not any(p.requires_grad for p in chosen) and any(p.requires_grad for p in others)
-
-
-def _our_module(tracked: Tracked) -> str:
-    """Our name of the module that holds a parameter: of pieces, that of all experts."""
-    path = tracked.ours.rpartition(".")[0].removesuffix(".base")
-    return path if tracked.held.piece is None else path.rpartition(".")[0].rpartition(".")[0]
 
 
 def _module_of(parameter: str) -> str:
