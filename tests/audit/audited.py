@@ -16,16 +16,26 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging
 
-from families.members import FAMILIES as EVERY_FAMILY
-from families.members import LLAMA_LIKE, MORE, NO_TOKEN_IDS, ROPE, fields_of, linear_layers, window_of
+from families.members import (
+    FAMILIES,
+    LLAMA_LIKE,
+    MORE,
+    NO_TOKEN_IDS,
+    ROPE,
+    fields_of,
+    implementations,
+    linear_layers,
+    window_of,
+)
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-# transformers' models of experts have them side by side: folders of these can be audited, not the models
-FAMILIES = {name: family for name, family in EVERY_FAMILY.items() if "mlp.experts" not in family.names}
+EXPERTS = [name for name, family in FAMILIES.items() if "mlp.experts" in family.names]
+DENSE = [name for name in FAMILIES if name not in EXPERTS]
 SIZES = {
     "n_vocab": 31, "n_context": 32, "d_model": 16, "d_hidden": 64, "n_blocks": 2, "n_heads": 4, "n_kv_heads": 2, "d_rho": 4,
+    "n_experts": 5, "experts_per_token": 2, "d_expert": 7, "d_shared": 13,
 }  # fmt: skip
 
 
@@ -42,7 +52,9 @@ def model_of(family: str, *, seed: int = 0, attention: str = "eager", spread: fl
         fields |= {"sliding_window": 5} if FAMILIES[family].windows else {}
     config = AutoConfig.for_model(family, **fields | changes)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    options = implementations(family) if family in EXPERTS else {}
+    attention = "eager" if family == "gpt_oss" else attention  # whose sinks no other one has
+    model = AutoModelForCausalLM.from_config(config, **{**options, "attn_implementation": attention})
     with torch.no_grad():
         for p in model.parameters():
             p += spread * torch.randn(p.shape)
@@ -155,10 +167,10 @@ def batch(
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
+def random_model(seed: int, families: list[str] = DENSE) -> tuple[str, Any, dict[str, Tensor]]:
     """A description, a sound model and a batch."""
     draw = random.Random(seed)
-    family = draw.choice(list(FAMILIES))
+    family = draw.choice(families)
     dtype = draw.choice([torch.float32, torch.bfloat16])
     heads = draw.choice([1, 2, 4, 6])
     width = draw.choice([2, 4, 8, 16])
@@ -173,6 +185,9 @@ def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
     }  # fmt: skip
     if not table.fixed.get("gated"):
         sizes["activation"] = draw.choice(["gelu_new", "gelu", "relu"])
+    if family in EXPERTS:
+        n = draw.choice([3, 6, 24])
+        sizes |= {"n_experts": n, "experts_per_token": draw.choice([1, 2, n]), "d_expert": draw.choice([1, 9])}
     shape = fields_of(family, sizes)
     part = MORE.get(family, {}).get("rope_parameters", ROPE).get("partial_rotary_factor", 1.0)
     if part * width < 2:  # this part of a head is no pair of features

@@ -39,6 +39,7 @@ class Mixing:
     corrected: bool = True  # the backward pass of softmax subtracts ⟨p, Δ⟩
     shared: str = "gated"  # or "alone", without its gate; "raw", without the gate's sigmoid; "" for left out
     without: tuple[int, ...] = ()  # experts that compute nothing
+    exchanged: bool = False  # gate and up of the experts
 
 
 class Made(NamedTuple):
@@ -91,6 +92,7 @@ def known_mistakes(mixture: Experts, backward: bool) -> dict[str, Mixing]:
     else:
         found |= {name: replace(right, routing=x) for name, x in routings.items()}
         found["the gates were left out"] = replace(right, powers=0)
+        found["gate and up of the experts were exchanged"] = replace(right, exchanged=True)
     if mixture.has("shared"):
         found["the shared expert were left out"] = replace(right, shared="")
     if mixture.has("shared_gate"):
@@ -148,7 +150,7 @@ def _forward(
 
     def expert(e: int, rows: Tensor) -> Tensor:
         own = mixture.experts[e]
-        gate, up = (_affine(layer, rows) for layer in own.projections())
+        gate, up = (_affine(layer, rows) for layer in own.projections()[:: -1 if c.exchanged else 1])
         y = _affine(own.contract, gated(mixture.g, gate, up))
         return y * 0 if e in c.without else y
 
