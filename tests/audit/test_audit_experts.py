@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import handgrad as hg
 from families.members import MEMBERS, transformers_model
+from handgrad.auditing.model.balance import Balance
+from handgrad.auditing.model.batch import make_batch
+from handgrad.auditing.model.folder import audit_folder
 from handgrad.auditing.model.observe import observe
 from handgrad.auditing.model.subject import make_subject
 from handgrad.ops import experts as ops
@@ -34,13 +38,19 @@ def balanced(family: str = "mixtral", **changes: Any) -> Any:
     return mixture(family, output_router_logits=True, router_aux_loss_coef=C, **changes)
 
 
+def exact_loss(model: Any, given: dict[str, Tensor]) -> Tensor:
+    """transformers' own is in float32."""
+    logits = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"], use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+
+
 # ── sound models ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name.partition(",")[0] in EXPERTS])
 def test_sound_members_pass_in_float64(name: str) -> None:
     ids = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(2))
-    report = hg.audit(transformers_model(name), {"input_ids": ids}, setup=False, dtype="float64")
+    report = hg.audit(transformers_model(name), {"input_ids": ids}, loss=exact_loss, setup=False, dtype="float64")
     assert report.passed, str(report)
     assert not report.notes
 
@@ -63,7 +73,11 @@ def test_sound_set_ups_pass(family: str) -> None:
     )  # fmt: skip
     assert report.passed, str(report)
     checked = {x.name for x in report.setup if x.passed}
-    assert {"experts train alike", "the optimizer has every trained tensor", "saving and loading changes nothing"} <= checked
+    assert {
+        "experts train alike",
+        "the optimizer has every trained tensor",
+        "saving and loading changes nothing",
+    } <= checked
     assert "the gradient norm counts every tensor" in checked
     assert all(p.grad is None for p in model.parameters())
 
@@ -96,7 +110,9 @@ def test_an_adapter_beside_experts() -> None:
 
 def test_an_adapter_of_stacked_experts_is_refused() -> None:
     config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    with pytest.raises(hg.HandgradError, match=r"the adapter changes model\.layers\.0\..*experts, which is no linear layer"):
+    with pytest.raises(
+        hg.HandgradError, match=r"the adapter changes model\.layers\.0\..*experts, which is no linear layer"
+    ):
         hg.audit(get_peft_model(mixture("mixtral"), config), batch(), setup=False)
 
 
@@ -104,11 +120,11 @@ def test_rounding_may_decide_the_expert() -> None:
     """In bfloat16 some token goes elsewhere than in float64. That is no fault, and no excuse for one."""
     model = mixture("qwen3_moe", num_experts=24).to(torch.bfloat16)
     made = batch(tokens=24, sequences=4)
-    subject = make_subject(model, None, None, ())
-    seen = observe(subject, hg_batch(made))
-    exact = hg.trace(subject.ours, *packed(made))
+    subject, checked = make_subject(model, None, None, ()), make_batch(made)
+    seen = observe(subject, checked)
+    exact = hg.trace(subject.ours, checked.tokens, checked.targets, checked.lengths)
     moved = [
-        (theirs[hg_batch(made).rows].sort(1).values != exact[f"{name[:-7]}chosen"].sort(1).values).any().item()
+        not torch.equal(theirs[checked.rows].sort(1).values, exact[name.replace("a_gates", "chosen")].sort(1).values)
         for name, theirs in seen.chosen.items()
     ]
     assert any(moved), "rounding decides nothing here: take another batch"
@@ -123,17 +139,6 @@ def test_a_wrong_choice_is_no_tie() -> None:
     routing(1, lambda router, logits, g, chosen: (logits, g, (chosen + 1) % 5))(model)
     report = hg.audit(model, batch(), setup=False)
     assert report.first is not None and report.first.layer == "model.layers.1.mlp.gate"
-
-
-def hg_batch(made: dict[str, Tensor]) -> Any:
-    from handgrad.auditing.model.batch import make_batch
-
-    return make_batch(made)
-
-
-def packed(made: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[int]]:
-    found = hg_batch(made)
-    return found.tokens, found.targets, found.lengths
 
 
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,6 +201,25 @@ def mixing(weigh: Callable[[Tensor, Tensor], Any] = torch.mul, *, lost: int = -1
     return apply
 
 
+def unbiased(model: Any) -> None:
+    router = model.model.layers[1].mlp.gate
+    right = router.forward
+
+    def forward(x: Tensor) -> Any:
+        bias = router.e_score_correction_bias.clone()
+        router.e_score_correction_bias.zero_()
+        found = right(x)
+        router.e_score_correction_bias.copy_(bias)
+        return found
+
+    router.forward = forward
+
+
+def biased_gates(router: Any, logits: Tensor, g: Tensor, chosen: Tensor) -> Any:
+    p = (torch.sigmoid(logits) + router.e_score_correction_bias).gather(1, chosen)
+    return logits, router.routed_scaling_factor * p / p.sum(-1, keepdim=True), chosen
+
+
 UngatedSignals = function_of(lambda y, g: y * g, lambda delta, y, g: (delta, (delta * y).sum(1, keepdim=True)))
 NoSignalOfGates = function_of(lambda y, g: y * g, lambda delta, y, g: (delta * g, torch.zeros_like(g)))
 
@@ -250,7 +274,7 @@ FAULTS: dict[str, tuple[str, Change, str, str]] = {
         "gpt_oss", routing(1, again, "router"), "model.layers.1.mlp.router", "to the gates of the chosen again",
     ),
     "softmax over all": (
-        "gpt_oss", routing(1, softmax_of_all, "router"), "model.layers.1.mlp.router", "over all experts, not over the chosen",
+        "gpt_oss", routing(1, softmax_of_all, "router"), "model.layers.1.mlp.router", "over all experts, not over",
     ),
     "not normalized": ("mixtral", routing(1, softmax_of_all), GATE, "if the gates were not normalized"),
     "normalized": ("qwen2_moe", from_attribute(GATE, "norm_topk_prob", True), GATE, "if the gates were normalized, which"),
@@ -266,10 +290,8 @@ FAULTS: dict[str, tuple[str, Change, str, str]] = {
         "dots1", lambda model: [setattr(model.model.layers[1].mlp.gate, x, 1) for x in ("num_group", "topk_group")], GATE,
         "if the groups of experts were ignored",
     ),
-    "without the bias that chooses": (
-        "dots1", lambda model: setattr(model.model.layers[1].mlp.gate, "e_score_correction_bias", nn.Buffer(torch.zeros(12))),
-        GATE, "",
-    ),
+    "without the bias that chooses": ("dots1", unbiased, GATE, "if the bias that chooses experts were left out"),
+    "the bias in the gates": ("dots1", routing(1, biased_gates), GATE, "were part of the gates"),
     "gates left out": ("mixtral", mixing(lambda y, g: y), WHOLE, "if the gates were left out"),
     "gates twice": ("mixtral", mixing(lambda y, g: y * g * g), WHOLE, "multiplied by their gates twice"),
     "a lost expert": ("mixtral", mixing(lost=2), WHOLE, "lacks the part of expert 2"),
@@ -283,7 +305,7 @@ FAULTS: dict[str, tuple[str, Change, str, str]] = {
     "an expert without a gradient": ("qwen2_moe", zeroed("down_proj", 2), SOME, "went to expert 2, and it learns nothing"),
     "half of an expert's gradient": ("qwen3_moe", scaled("gate_up_proj", 1, 2.0), SOME, "(gate of expert 1) is 2 times too"),
     "an expert's bias": ("gpt_oss", scaled("down_proj_bias", 4, -1.0), SOME, "down_proj_bias (expert 4) has the wrong sign"),
-    "no shared expert": ("qwen2_moe", shared(lambda z, y: 0 * y), WHOLE, "lacks the shared expert's part"),
+    "no shared expert": ("qwen2_moe", shared(lambda z, y: 0 * y), WHOLE, "if the shared expert were left out"),
     "shared without a gate": ("qwen2_moe", shared(lambda z, y: y), WHOLE, "if the gate of the shared expert were left out"),
     "shared without σ": ("qwen2_moe", shared(lambda z, y: z * y), WHOLE, "if the gate of the shared expert had no sigmoid"),
     "a detached gate of the shared": (
@@ -295,7 +317,13 @@ FAULTS: dict[str, tuple[str, Change, str, str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_named(name: str) -> None:
     family, change, layer, words = FAULTS[name]
-    groups = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+    groups = {
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 2.5,
+    }
     model = mixture(family, **(groups if family == "dots1" else {}))
     for bias in (x for x_name, x in model.named_buffers() if x_name.endswith("e_score_correction_bias")):
         bias += torch.randn(bias.shape)
@@ -378,8 +406,6 @@ def test_a_sequence_without_a_target_counts_in_the_balance_loss() -> None:
 
 
 def test_the_signal_of_the_balance_loss_is_its_derivative() -> None:
-    from handgrad.auditing.model.balance import Balance
-
     s = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     tokens = torch.tensor([3.0, 0.0, 1.0, 8.0, 2.0], dtype=torch.float64)
     balance = Balance(C, tokens, torch.softmax(s, 1).sum(0), 7)
@@ -401,7 +427,9 @@ def failed(model: Any, **given: Any) -> dict[str, str]:
 def test_experts_that_are_partly_frozen(family: str) -> None:
     model = mixture(family)
     model.model.layers[1].mlp.experts.gate_up_proj.requires_grad_(False)
-    assert "model.layers.1.mlp.experts.gate_up_proj (gate of expert 0) is frozen" in failed(model)["experts train alike"]
+    assert (
+        "model.layers.1.mlp.experts.gate_up_proj (gate of expert 0) is frozen" in failed(model)["experts train alike"]
+    )
     for p in model.model.layers[1].mlp.experts.parameters():
         p.requires_grad_(False)
     assert not failed(model), "a mixture may be frozen as a whole"
@@ -503,6 +531,22 @@ def test_experts_that_are_modules_and_frozen() -> None:
     found = hg.audit(model, batch(), names=in_files)
     (check,) = (x for x in found.setup if x.name == "experts train alike")
     assert check.passed is False and "layers.0.mlp.experts.2.w1 is frozen (3 such)" in check.note
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_a_folder_whose_widths_grouped_products_refuse(family: str, tmp_path: Path) -> None:
+    balanced(family, hidden_size=20).save_pretrained(tmp_path)
+    report = audit_folder(tmp_path, attention="eager", tokens=9, setup=False)
+    assert report.passed, str(report)
+
+
+def test_replaced_parts_beside_experts() -> None:
+    model = mixture("qwen2_moe")
+    replaced = hg.nn.replace(model)
+    assert set(replaced.replaced.values()) == {"linear", "feed-forward", "norm"}
+    assert any("no hand-derived Qwen2MoeExperts" in reason for reason in replaced.left.values())
+    report = hg.audit(model, batch(), setup=False)
+    assert report.passed, str(report)
 
 
 def test_adapters_of_attention_pass() -> None:

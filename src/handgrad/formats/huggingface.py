@@ -205,8 +205,8 @@ def _weights(headers: dict[str, Header]) -> dict[str, Tensor]:
     return tensors
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """The configuration of the model in a directory."""
+def load_config(folder: Path, **instead: Any) -> ModelConfig:
+    """The configuration of the model in a directory, with other fields of config.json in the place of its own."""
     file = folder / "config.json"
     if not os.path.isdir(folder):
         raise HandgradError(f"{folder} is not a directory: give a preset's name or a folder with config.json")
@@ -214,7 +214,7 @@ def load_config(folder: Path) -> ModelConfig:
         raw = read_json(file)
     except MissingError:
         raise HandgradError(f"{folder} has no config.json: it is not a model directory") from None
-    return read_config(raw, file)
+    return read_config({**raw, **instead}, file)
 
 
 def save(

@@ -26,6 +26,7 @@ from ..findings import Audit
 from .run import audit
 
 ATTENTIONS = ("sdpa", "eager")
+GROUPED = 8  # torch.nn.functional.grouped_mm needs widths that are multiples of 16 bytes, in bfloat16 of 8 numbers
 
 
 def audit_folder(
@@ -45,13 +46,13 @@ def audit_folder(
         raise HandgradError(f"{option('attention')} must be {' or '.join(ATTENTIONS)}, not {attention!r}")
     given = None if dtype is None else as_dtype(dtype, STORED_DTYPES)
     base, adapter_folder = _folders(locate(path), adapter)
-    config = load_config(base)
+    config = load_config(base, output_router_logits=False)  # the audit knows the balance loss
     if data:
         batch = _from_data(adapter_folder or base, config, data, sequences, tokens)
     else:
         batch = _random(config, sequences, tokens, seed)
     with _silent():
-        model = _open(base, adapter_folder, given, attention)
+        model = _open(base, adapter_folder, given, attention, config)
         report = audit(model, batch, setup=setup, seed=seed)
     report.title = f"{public_path(path)}: {report.title}"
     return report
@@ -71,10 +72,12 @@ def _folders(folder: Path, adapter: str | Path | None) -> tuple[Path, Path | Non
     return folder, found
 
 
-def _open(base: Path, adapter: Path | None, dtype: torch.dtype | None, attention: str) -> Any:
+def _open(base: Path, adapter: Path | None, dtype: torch.dtype | None, attention: str, config: ModelConfig) -> Any:
     transformers = _imported("transformers")
     # only safetensors: other files of weights can run code
     options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "attn_implementation": attention}
+    if config.n_experts is not None and (config.d_model % GROUPED or config.expert_width % GROUPED):
+        options["experts_implementation"] = "eager"
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto", **options)
     if adapter is None:
         return model

@@ -22,7 +22,7 @@ class Loop(NamedTuple):
     norm: Norm | None = None
 
 
-ROUNDINGS = 16  # of the dtype, in the norm of all gradients
+ROUNDINGS = 4  # of the dtype, in the norm of all gradients; they are added in float32
 
 
 def experts_alike(subject: Subject) -> tuple[bool | None, str]:
@@ -63,8 +63,10 @@ def norm_complete(subject: Subject, seen: Observed, computed: float) -> tuple[bo
         if path in own:
             experts[own[path][1]] = experts.get(own[path][1], 0.0) + squares[t.ours]
     total = sum(squares.values())
-    bound = ROUNDINGS * torch.finfo(seen.dtype).eps * total**0.5
-    mistakes = {name: (total - left_out) ** 0.5 for name, left_out in _left_out(subject, squares, experts)}
+    count = sum(grad.numel() for grad in seen.grads.values() if grad is not None)
+    rounding = ROUNDINGS * torch.finfo(seen.dtype).eps + count**0.5 * torch.finfo(torch.float32).eps
+    bound = rounding * total**0.5
+    mistakes = {name: max(0.0, total - left_out) ** 0.5 for name, left_out in _left_out(subject, squares, experts)}
     mistakes["it were the sum of the tensors' norms"] = sum(x**0.5 for x in squares.values())
     mistakes["it were the square"] = total
     number = partial(torch.tensor, dtype=torch.float64)
@@ -84,6 +86,7 @@ def _left_out(subject: Subject, squares: dict[str, float], experts: dict[int, fl
                 mine = range(first, first + each)
                 others = sum(x for e, x in experts.items() if e not in mine)
                 yield f"only the experts {ranges([*mine])} of {n} were counted", others
-    parts = {"embed": "the embeddings", "head": "the head", "final_norm": "the final norm"}
-    for part, what in parts.items():
+        router = f".{names['mlp']}.{names['mlp.router']}."
+        yield "the routers were left out", sum(x for name, x in squares.items() if router in name)
+    for part, what in {"embed": "the embeddings", "head": "the head", "final_norm": "the final norm"}.items():
         yield f"{what} were left out", sum(x for name, x in squares.items() if name.startswith(f"{names[part]}."))
