@@ -123,6 +123,8 @@ ORACLES = [
         "proof/rounding.py",
         "auditing/model/observe.py",
         "auditing/model/heads.py",
+        "auditing/model/mixtures.py",
+        "auditing/model/balance.py",
         "auditing/gradcheck/function.py",
     )
 ]
