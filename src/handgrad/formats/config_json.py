@@ -245,11 +245,12 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     """The config.json of a model with these choices, its weights stored in `dtype`."""
     family = config.table
     own = _own(config)
-    if own and family.name != "gpt2":
+    other = own.keys() - {"z_loss"}  # of training alone
+    if other and family.name != "gpt2":
         own = {"family": family.name, **own}
     return {
         # a model that transformers would compute differently must not be opened under the family's name
-        **({"model_type": "handgrad"} if own else {"architectures": [family.architecture], "model_type": family.name}),
+        **({"model_type": "handgrad"} if other else {"architectures": [family.architecture], "model_type": family.name}),
         **{field: _value(config, field, ours) for field, ours in family.fields.items()},
         **{field: only for field, only in family.only.items() if only is not None},
         **family.written,

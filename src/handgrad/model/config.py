@@ -96,6 +96,8 @@ class ModelConfig:
     groups_per_token: int = 1
     d_shared: int | None = None  # width of an expert that all tokens go through; default: none
     dense: tuple[int, ...] = ()  # blocks with a feed-forward layer of width d_hidden instead of a mixture
+    balance_loss: float = 0.0  # coefficient of the routers' balance loss in training; 0: without it
+    z_loss: float = 0.0  # coefficient of the routers' z-loss in training
 
     def __post_init__(self) -> None:
         for name in ("n_vocab", "n_context", "d_model", "n_heads", "n_blocks", *_OPTIONAL):
@@ -187,6 +189,15 @@ class ModelConfig:
             )
 
     def _check_experts(self) -> None:
+        for name in ("balance_loss", "z_loss"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1e6:
+                raise HandgradError(f"{option(name)} must be a number from 0 to 1e6, not {value!r}")
+            if value and (self.n_experts is None or self.router == "sigmoid"):
+                has = "no experts" if self.n_experts is None else "a router with sigmoids, which a bias balances"
+                raise HandgradError(
+                    f"{option(name, value)} is a loss of a router with a softmax, and this model has {has}: leave it out"
+                )
         if (self.n_experts is None) != (self.experts_per_token is None):
             raise HandgradError("a mixture of experts needs both n_experts and experts_per_token")
         if self.n_experts is None or self.experts_per_token is None:
@@ -280,6 +291,16 @@ class ModelConfig:
     def sparse_block(self, i: int) -> bool:
         """Whether block i has a mixture of experts."""
         return self.n_experts is not None and i not in self.dense
+
+    @property
+    def router_losses(self) -> bool:
+        """Whether training adds losses of the routers."""
+        return bool(self.balance_loss or self.z_loss) and any(map(self.sparse_block, range(self.n_blocks)))
+
+    def leaves_rows_out(self, i: int) -> bool:
+        """Whether block i, if it is the last, computes only some rows after the keys and values: not if parallel branches
+        read one tensor, or if the losses of its router are of all rows."""
+        return not self.parallel and not (self.router_losses and self.sparse_block(i))
 
     @property
     def key_bias_matters(self) -> bool:
