@@ -23,7 +23,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "eval_every": _COUNT, "eval_batches": _COUNT, "save_every": _COUNT, "patience": _COUNT, "keep": _COUNT,
     "sample_tokens": (0, 10**6), "seed": (0, 2**63 - 1), "threads": (1, 1 << 16),
     "epochs": (0, 1e9), "minutes": (0, 1e9), "lr": (0, 1e38), "min_lr": (0, 1e38), "weight_decay": (0, 1e6),
-    "clip": (0, 1e38), "influence": (0, 1000), "peer_timeout": (0, 1e6),
+    "clip": (0, 1e38), "balance_loss": (0, 1e6), "z_loss": (0, 1e6), "influence": (0, 1000), "peer_timeout": (0, 1e6),
 }  # fmt: skip
 
 _ABOVE_MINIMUM = (

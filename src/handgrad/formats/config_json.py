@@ -250,7 +250,9 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         own = {"family": family.name, **own}
     return {
         # a model that transformers would compute differently must not be opened under the family's name
-        **({"model_type": "handgrad"} if other else {"architectures": [family.architecture], "model_type": family.name}),
+        **(
+            {"model_type": "handgrad"} if other else {"architectures": [family.architecture], "model_type": family.name}
+        ),
         **{field: _value(config, field, ours) for field, ours in family.fields.items()},
         **{field: only for field, only in family.only.items() if only is not None},
         **family.written,

@@ -180,8 +180,8 @@ def _input_signal(
     """The summed objective, a_1 and Δ_1 of a piece, from its own embeddings or the given ones."""
     run = Pass(attention.spans_of(piece.lengths), rotations=model.rotations(piece.positions, piece.lengths))
     runs = [run] * len(model.blocks)
-    if (
-        len(piece.rows) < len(piece.ids) and model.config.leaves_rows_out(len(model.blocks) - 1)
+    if len(piece.rows) < len(piece.ids) and model.config.leaves_rows_out(
+        len(model.blocks) - 1
     ):  # as in training: the last block needs only the rows with a target
         runs[-1] = run._replace(spans=attention.spans_of(piece.lengths, piece.rows), query_rows=piece.rows)
     a = a_1 = model.embeddings(piece.ids, piece.positions) if a_1 is None else a_1

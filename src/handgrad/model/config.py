@@ -4,7 +4,7 @@ torch."""
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from ..checks import check_integer, is_number
+from ..checks import check_integer, check_number, is_number
 from ..errors import HandgradError, option
 from ..families import FAMILIES, Family
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
@@ -191,8 +191,7 @@ class ModelConfig:
     def _check_experts(self) -> None:
         for name in ("balance_loss", "z_loss"):
             value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= 1e6:
-                raise HandgradError(f"{option(name)} must be a number from 0 to 1e6, not {value!r}")
+            check_number(name, value, option(name))
             if value and (self.n_experts is None or self.router == "sigmoid"):
                 has = "no experts" if self.n_experts is None else "a router with sigmoids, which a bias balances"
                 raise HandgradError(

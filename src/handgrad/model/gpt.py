@@ -144,7 +144,12 @@ class GPT(Network):
 
     @torch.no_grad()
     def count_routers(
-        self, tokens: Tensor, lengths: list[int] | None = None, *, seed: int | None = None, tokens_at_once: int | None = None
+        self,
+        tokens: Tensor,
+        lengths: list[int] | None = None,
+        *,
+        seed: int | None = None,
+        tokens_at_once: int | None = None,
     ) -> RouterLosses:
         """What the losses of a mixture's routers need to know of a batch that is computed in several calls or processes:
         add up those of all parts with +, and give the sum to every call of `loss_and_grads` as routers=. It costs a

@@ -99,7 +99,7 @@ def delta_z_loss(s: Tensor, n: int) -> Tensor:
 
 
 def router_sums(s: Tensor, chosen: Tensor) -> Tensor:
-    """What the losses of a router need of its rows: tokens and Σ p of every expert, Σ lse², and the number of rows. (2E + 2)"""
+    """What the losses of a router need of its rows: tokens and Σ p of every expert, Σ lse², and their number. (2E + 2)"""
     wide = _wide(s).double()
     tokens, p = tokens_of_experts(chosen, s.shape[1], wide.dtype), torch.softmax(wide, 1).sum(0)
     return torch.cat([tokens, p, torch.logsumexp(wide, 1).square().sum()[None], tokens.new_tensor([len(s)])])

@@ -106,9 +106,7 @@ def _measured(model: GPT, found: Examples, chosen: Sequence[int], gradients: G) 
     tokens, targets, lengths = found.select(chosen)
     recompute = "blocks" if gradients.together and len(tokens) > TOKENS_AT_ONCE else "none"
     with _without_dropout(model):
-        model.loss_and_grads(
-            tokens, targets, lengths, objective=TEXT_LOSS, recompute=recompute, examples=gradients
-        )
+        model.loss_and_grads(tokens, targets, lengths, objective=TEXT_LOSS, recompute=recompute, examples=gradients)
     return gradients
 
 

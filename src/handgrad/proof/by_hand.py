@@ -65,7 +65,8 @@ class ByHand(Mapping[str, Tensor]):
         (self._piece,), self.routers = work.pieces, work.routers
         self._layers, self._model, piece = layers, model, self._piece
         self._run = Pass(
-            attention.spans_of(piece.lengths), rotations=model.rotations(piece.positions, piece.lengths, torch.float64),
+            attention.spans_of(piece.lengths),
+            rotations=model.rotations(piece.positions, piece.lengths, torch.float64),
             routers=self.routers,
         )
         self._latest: tuple[int, dict[str, Tensor], dict[str, Tensor | None]] = (-1, {}, {})

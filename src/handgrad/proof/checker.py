@@ -130,7 +130,7 @@ class Checker:
             **self._gradients.relative(ENTRY_FLOOR),
             "loss": abs(self.loss - expected_loss) / max(abs(expected_loss), LOSS_FLOOR),
         }
-        if self.reference.with_routers:
+        if self.ours.routers is not None and self.reference.with_routers:
             expected = self.reference.routers[1]
             self.errors["losses of the routers"] = abs(self.ours.routers.total - expected) / expected
         self.expected_loss = expected_loss

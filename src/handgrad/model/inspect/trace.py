@@ -19,8 +19,8 @@ from ..layers.taps import Taps
 from ..passes.arguments import Pass, Record
 from ..passes.objective import MEAN_LOSS, Objective
 from ..passes.options import Finished, PassOptions, no_hook
-from ..passes.router_losses import RouterLosses
 from ..passes.readout import forward_at_once
+from ..passes.router_losses import RouterLosses
 from ..steps import Layer
 from .edits import Editor, Edits
 from .trace_html import trace_html

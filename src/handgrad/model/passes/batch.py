@@ -130,9 +130,7 @@ def group(lengths: tuple[int, ...], at_once: float) -> list[tuple[int, ...]]:
     return [tuple(lengths) for lengths in groups]
 
 
-def split(
-    batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None, every: bool = False
-) -> list[Piece]:
+def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None, every: bool = False) -> list[Piece]:
     """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out, unless
     `every` one is computed."""
     groups = group(batch.lengths, at_once)

@@ -51,7 +51,7 @@ class MeanLoss(Objective):
     """The mean loss over all targets. The losses of a mixture's routers are added to what is differentiated, if the model
     has coefficients for them, but not to the value; with `routers=False` they are left out."""
 
-    routers: bool = field(default=True, kw_only=True, repr=False)
+    routers: bool = field(default=True, kw_only=True)
 
     def forward(self, logits: Tensor, at: TargetRows) -> Tensor:
         return loss.forward(logits, at.targets)
