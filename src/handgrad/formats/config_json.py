@@ -120,6 +120,8 @@ def _in_their_words(message: str, family: Family, own: dict[str, Any]) -> str:
     """A message about fields of `ModelConfig` with the names that config.json has for them, except those in `own`."""
     theirs = {name: field for field, ours in family.fields.items() for name in ours}
     theirs |= {"rope_base": "rope_theta", "window": "sliding_window", "unrotated": "no_rope_layers"}
+    theirs |= {"balance_loss": "router_aux_loss_coef"}
+    theirs |= {"d_shared": "n_shared_experts · moe_intermediate_size"} if "n_shared_experts" in family.defaults else {}
     theirs |= {"conv_blocks": "layer_types"} if family.has("conv") else {}
     ours = "|".join(name for name in theirs if name not in own)
     message = re.sub(r" \(or, from Python, [^)]*\)", "", message)

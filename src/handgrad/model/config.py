@@ -15,6 +15,7 @@ GATES = ("silu", "gelu", "gelu_tanh")
 CLAMPED = "clamped"  # the gate of gpt-oss
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rotary")
+MOST_EXPERTS = 1 << 16  # in all blocks together: each is several layers, whose names are compared with those of files
 _OPTIONAL = (
     "d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_width", "n_experts", "experts_per_token", "d_expert",
     "d_shared",
@@ -207,6 +208,11 @@ class ModelConfig:
             if not (self.table.has("mlp.contract")):
                 raise HandgradError(f"the family {self.family} has experts only: give n_experts and experts_per_token")
             return
+        if self.n_blocks * self.n_experts > MOST_EXPERTS:
+            raise HandgradError(
+                f"n_blocks={self.n_blocks} with n_experts={self.n_experts} are {self.n_blocks * self.n_experts:,} experts;"
+                f" the most that a model may have is {MOST_EXPERTS:,}"
+            )
         for layer, needed in (
             ("mlp.experts", True),
             ("mlp.shared", self.d_shared is not None),
