@@ -13,6 +13,7 @@ import handgrad as hg
 from conftest import perturb
 from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.model.passes.router_losses import RouterLosses
+from handgrad.model.precision import why_not_mixed
 from handgrad.ops import experts
 from handgrad.optim import OptimizerInBackward
 from handgrad.proof.checker import Checker
@@ -264,8 +265,6 @@ def test_logits_of_a_wrapped_model_carry_the_given_signal_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "mixed"])
 def test_narrow_numbers(kind: str) -> None:
-    from handgrad.model.precision import why_not_mixed
-
     if kind == "mixed" and why_not_mixed() is not None:
         pytest.skip("this processor multiplies no bfloat16")
     model, *batch = make("mixtral", torch.float32, **LOSSES)
@@ -310,3 +309,26 @@ def test_the_balance_loss_is_k_where_experts_are_chosen_equally_often() -> None:
     losses.count(scores, torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]]))
     assert losses.balance == pytest.approx(2.0)
     assert losses.z == pytest.approx(torch.logsumexp(scores, 1).square().mean().item())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_at_a_time(family: str) -> None:
+    """As a model is proved that does not fit into the memory in float64."""
+    model, *batch = make(family, torch.float32, **LOSSES)
+    checker = Checker(model, *batch, lengths=LENGTHS)
+    assert not checker.whole
+    assert max(checker.errors.values()) <= checker.limit
+    name = next(n for n in checker.trained if n.endswith(("gate.weight", "router.weight")))
+    assert checker.difference_of([name]) <= checker.difference_limit
+
+
+def test_verify_in_mixed_precision() -> None:
+    if why_not_mixed() is not None:
+        pytest.skip("this processor multiplies no bfloat16")
+    model, *batch = make("mixtral", torch.float32, n_experts=4, **LOSSES)
+    model.precision = "mixed"
+    plain = replace(model.config, balance_loss=0.0, z_loss=0.0)
+    wrong = {check.id for check in hg.verify(model, *batch, LENGTHS).failed}
+    assert not any("scores" in id or "gate.weight" in id for id in wrong), wrong
+    model.config = plain
+    assert wrong <= {check.id for check in hg.verify(model, *batch, LENGTHS).failed}, "the losses add a failure"

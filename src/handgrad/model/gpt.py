@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
-from .layers.linear import Affine, Linear, freeze
+from .layers.linear import Linear, freeze
 from .logits import Logits
 from .network import Network
 from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
@@ -155,7 +155,7 @@ class GPT(Network):
         add up those of all parts with +, and give the sum to every call of `loss_and_grads` as routers=. It costs a
         forward pass, with the dropout of that call if `seed` and `tokens_at_once` are the same."""
         batch, options = self.pack(tokens, lengths), PassOptions(seed=seed, tokens_at_once=tokens_at_once)
-        work = self.prepare(batch, torch.zeros(batch.shape, dtype=torch.int64), options=options)
+        work = self.prepare(batch, torch.zeros_like(batch.ids).view(batch.shape), options=options)
         if work.routers is None:
             raise HandgradError("balance_loss and z_loss of this model are 0: there is nothing to count")
         windows = [work.pieces] if self.unpacks else [[piece] for piece in work.pieces]
@@ -218,16 +218,6 @@ class GPT(Network):
         if self.adapter is None or any(isinstance(x, Linear) and x.trains for x in self.modules()):
             return TOKENS_AT_ONCE
         return FROZEN_AT_ONCE
-
-    def dropout_seed(self, seed: int | None) -> int | None:
-        """The dropout seed of a pass; None if no layer drops anything."""
-        if (
-            self.adapter is None
-            or not self.training
-            or not any(isinstance(x, Affine) and x.dropout for x in self.modules())
-        ):
-            return None
-        return int(torch.randint(1 << 31, ())) if seed is None else seed
 
     def _begin_examples(self, examples: ExampleGradients, pieces: list[Piece], n_targets: int, count: int) -> None:
         """Prepare the measurement of a batch's examples."""
@@ -389,20 +379,6 @@ class GPT(Network):
         if self.embeddings_train():
             return 0
         return next((i for i, block in enumerate(self.blocks) if block.trains), len(self.blocks))
-
-    def check_finite(self, a: Tensor) -> Tensor:
-        """Return `a`; raise if its sum is not finite, naming the parameter that is broken if one is."""
-        if math.isfinite(a.sum().item()):
-            return a
-        broken = [name for name, p in self.named_parameters() if not torch.isfinite(p).all()]
-        if broken:
-            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load an intact checkpoint")
-        if self.dtype == torch.float64:
-            raise NonFiniteError(
-                "the activations hold NaN or infinity, even in float64: look for huge weights or an edit"
-            )
-        raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
 
 
 def _examples_of(piece: Piece, state: ForwardState) -> PieceExamples | None:

@@ -141,10 +141,11 @@ class ReferenceModel:
         with torch.no_grad():
             for i in range(self.model.config.n_blocks):
                 self._block(self.layers.layer(i), i, self.inputs[i], _scores_into(seen))
-        terms = self._terms(seen)
+        terms = self.terms_of(seen)
         return terms, float(sum(terms.of_block(x) for x in seen))
 
-    def _terms(self, scores: list[Tensor]) -> RouterTerms:
+    def terms_of(self, scores: list[Tensor]) -> RouterTerms:
+        """The losses of the routers whose scores these are, one after the other."""
         mlps = [block.mlp for block in self.model.blocks]
         return router_terms(self.model.config, scores, mixture_of(next(x for x in mlps if isinstance(x, Experts))))
 
@@ -241,7 +242,7 @@ class ReferenceModel:
         for i in range(n):
             block, own = self.layers.layer(i), zip(inputs[-1], changes, scores, strict=True)
             inputs.append([self._block(block, i, a, _scores_into(seen), x) for a, x, seen in own])
-        terms = [self._terms(seen) if self.with_routers else None for seen in scores]
+        terms = [self.terms_of(seen) if self.with_routers else None for seen in scores]
         if changes[0] is None:
             self.inputs = [passes[0].detach() for passes in inputs]
         deltas: list[Any] = [None] * len(changes)
