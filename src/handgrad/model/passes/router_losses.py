@@ -31,7 +31,7 @@ class RouterLosses:
         self.n_experts = config.n_experts or 0
         self.balance_weight, self.z_weight = config.balance_loss, config.z_loss
         self.given = sums is not None
-        self.sums = torch.zeros(2 * self.n_experts + 2, dtype=torch.float64) if sums is None else sums
+        self.sums = torch.zeros(2 * self.n_experts + 2, dtype=torch.float64, device="cpu") if sums is None else sums
         self.counting = False
         self.used = 0  # rows of the calls so far
 
