@@ -34,17 +34,11 @@ from handgrad.training.option_file import read_option_file
 from hostile import MEGABYTES, SECONDS, Case, Runner
 
 SHAPE = hg.preset("nano", n_vocab=11, n_context=16, d_model=12, n_heads=3, n_blocks=2)
-EXPERTS = hg.ModelConfig(
-    n_vocab=11,
-    n_context=16,
-    d_model=12,
-    n_heads=3,
-    n_blocks=2,
-    n_experts=4,
-    experts_per_token=2,
-    **FAMILIES["gpt_oss"].fixed,
-    family="gpt_oss",
-)
+SIZES: dict[str, Any] = {
+    "n_vocab": 11, "n_context": 16, "d_model": 12, "n_heads": 3, "n_blocks": 2, "n_experts": 4, "experts_per_token": 2,
+    "d_head": 4, "d_rho": 4,
+}  # fmt: skip
+EXPERTS = hg.ModelConfig(**SIZES, **FAMILIES["gpt_oss"].fixed, family="gpt_oss")
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "9" * 5_000
 DOWN = "model.layers.0.mlp.experts.down_proj"
@@ -110,6 +104,14 @@ def many_tensors(folder: Path) -> None:
     header(folder, json.dumps({f"h.{i}": entry for i in range(40_000)}))
 
 
+def experts(folder: Path, family: str = "gpt_oss", **changes: Any) -> None:
+    """A model with experts, and other numbers in its config.json."""
+    own = {"d_shared": 48} if family in ("qwen2_moe", "dots1") else {}
+    save_as_others(hg.GPT(hg.ModelConfig(**SIZES, **FAMILIES[family].fixed, **own, family=family)), folder / "m")
+    file = folder / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def stacked(folder: Path, name: str, shape: list[int]) -> None:
     """A model of gpt-oss, which has stacked experts, and a header that claims this shape for a tensor of it."""
     save_as_others(hg.GPT(EXPERTS), folder / "m")
@@ -169,6 +171,28 @@ MODELS = [
     Case("a header with no shapes", partial(header, text='{"a": 5}'), load, "no shape for"),
     Case("a header of many tensors", many_tensors, load, "are missing"),
     Case("a shape of 40 digits", partial(header, text=HUGE), load, "are missing"),
+    Case("10**9 experts", partial(experts, num_local_experts=10**9), load, "num_local_experts must be"),
+    Case("no experts", partial(experts, num_local_experts=0), load, "num_local_experts must be"),
+    Case("the most experts", partial(experts, num_local_experts=2048), load, "config.json requires"),
+    Case("the most experts, 1,000 blocks", partial(experts, num_local_experts=2048, num_hidden_layers=1000,
+         layer_types=["full_attention"] * 1000), load, "2,048,000 experts"),
+    Case("65 experts in 1,000 blocks", partial(experts, family="mixtral", num_local_experts=65,
+         num_hidden_layers=1000), load, "are missing"),
+    Case("5 experts of 4", partial(experts, num_experts_per_tok=5), load, "more than the 4 experts"),
+    Case("no expert for a token", partial(experts, num_experts_per_tok=0), load, "num_experts_per_tok must be"),
+    Case("a wide expert", partial(experts, intermediate_size=1 << 24), load, "config.json requires"),
+    Case("a shared expert of 10**12", partial(experts, family="qwen2_moe", shared_expert_intermediate_size=10**12), load,
+         "shared_expert_intermediate_size must be"),
+    Case("a wide shared expert", partial(experts, family="qwen2_moe", shared_expert_intermediate_size=1 << 24), load,
+         "config.json requires"),
+    Case("10**9 shared experts", partial(experts, family="dots1", n_shared_experts=10**9), load, "n_shared_experts must be"),
+    Case("2,048 wide shared experts", partial(experts, family="dots1", n_shared_experts=2048, moe_intermediate_size=1 << 24),
+         load, "n_shared_experts · moe_intermediate_size must be"),
+    Case("10**9 groups", partial(experts, family="dots1", n_group=10**9), load, "n_group must be"),
+    Case("10**9 blocks without experts", partial(experts, family="dots1", first_k_dense_replace=10**9), load,
+         "first_k_dense_replace must be"),
+    Case("a coefficient without an end", partial(experts, family="mixtral", output_router_logits=True,
+         router_aux_loss_coef=1e300), load, "router_aux_loss_coef must be"),
     Case("a number for stacked experts", partial(stacked, name=DOWN, shape=[]), load, "has shape ()"),
     Case("endless empty experts", partial(stacked, name=DOWN, shape=[10**15, 0, 0]), load, "config.json requires"),
     Case("experts of 40 digits", partial(stacked, name=DOWN, shape=[int("9" * 40)] * 3), load, "config.json requires"),

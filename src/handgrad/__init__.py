@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .model.config import ModelConfig, preset
     from .model.gpt import GPT
     from .model.inspect.trace import Trace, trace
-    from .model.passes.objective import LogitDifference, PositionLoss
+    from .model.passes.objective import LogitDifference, MeanLoss, PositionLoss
     from .per_example.measure import example_norms, example_products
     from .per_example.ranking import Influence, influence
     from .plan.thread_count import choose_threads
@@ -36,6 +36,7 @@ __all__ = [
     "HandgradError",
     "Influence",
     "LogitDifference",
+    "MeanLoss",
     "ModelConfig",
     "NonFiniteError",
     "PositionLoss",
@@ -63,7 +64,8 @@ __all__ = [
 
 _MODULE = {
     "GPT": "model.gpt", "ModelConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
-    "LogitDifference": "model.passes.objective", "PositionLoss": "model.passes.objective",
+    "LogitDifference": "model.passes.objective", "MeanLoss": "model.passes.objective",
+    "PositionLoss": "model.passes.objective",
     "Trace": "model.inspect.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
     "explain": "explain_page.notebook", "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.inspect.trace", "train": "api",

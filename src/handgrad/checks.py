@@ -14,16 +14,16 @@ LIMITS: dict[str, tuple[float, float]] = {
     "n_vocab": _WIDTH, "n_context": _WIDTH, "d_model": (1, 1 << 20), "n_heads": (1, 1 << 16), "n_blocks": (1, 1000),
     "d_hidden": _WIDTH, "d_rho": _WIDTH, "rotary_width": _WIDTH, "d_head": _WIDTH, "n_kv_heads": (1, 1 << 16),
     "window": _WIDTH, "sliding_window_pattern": _WIDTH,
-    "n_experts": (1, 1 << 16), "experts_per_token": (1, 1 << 16), "d_expert": _WIDTH, "d_shared": _WIDTH,
-    "expert_groups": (1, 1 << 16), "groups_per_token": (1, 1 << 16), "decoder_sparse_step": _WIDTH,
-    "first_k_dense_replace": (0, 1000), "n_shared_experts": (0, 1 << 16),
+    "n_experts": (1, 2048), "experts_per_token": (1, 2048), "d_expert": _WIDTH, "d_shared": _WIDTH,
+    "expert_groups": (1, 2048), "groups_per_token": (1, 2048), "decoder_sparse_step": _WIDTH,
+    "first_k_dense_replace": (0, 1000), "n_shared_experts": (0, 2048),
     "no_rope_layer_interval": _WIDTH, "max_window_layers": (0, 1 << 24), "conv_taps": (1, 64),
     "rank": (1, 1 << 16), "alpha": (0, 1e6),
     "steps": _COUNT, "batch_tokens": _COUNT, "batch_examples": _COUNT, "warmup": (0, 10**12), "log_every": _COUNT,
     "eval_every": _COUNT, "eval_batches": _COUNT, "save_every": _COUNT, "patience": _COUNT, "keep": _COUNT,
     "sample_tokens": (0, 10**6), "seed": (0, 2**63 - 1), "threads": (1, 1 << 16),
     "epochs": (0, 1e9), "minutes": (0, 1e9), "lr": (0, 1e38), "min_lr": (0, 1e38), "weight_decay": (0, 1e6),
-    "clip": (0, 1e38), "influence": (0, 1000), "peer_timeout": (0, 1e6),
+    "clip": (0, 1e38), "balance_loss": (0, 1e6), "z_loss": (0, 1e6), "influence": (0, 1000), "peer_timeout": (0, 1e6),
 }  # fmt: skip
 
 _ABOVE_MINIMUM = (

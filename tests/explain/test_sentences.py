@@ -24,7 +24,7 @@ from handgrad.explain_page.views.predictions import predict
 from handgrad.explain_page.views.step import take_step
 from handgrad.learn.course import COURSE
 from handgrad.learn.exercises.loss import EXERCISE
-from handgrad.model.passes.objective import MEAN_LOSS, Objective
+from handgrad.model.passes.objective import TEXT_LOSS, Objective
 
 
 def diverged(scale: float = 300.0) -> Session:
@@ -92,7 +92,7 @@ def test_one_target_is_the_only_one() -> None:
     assert "1 − p = ⟦" in view["positions"][0]["caption"]
 
 
-@pytest.mark.parametrize("objective", [MEAN_LOSS, hg.PositionLoss(4), hg.LogitDifference(4, 65, 66)], ids=str)
+@pytest.mark.parametrize("objective", [TEXT_LOSS, hg.PositionLoss(4), hg.LogitDifference(4, 65, 66)], ids=str)
 def test_the_tokens_that_no_error_reaches_are_counted(objective: Objective) -> None:
     session = make_session()
     sentence = session.sentence(TEXT, 0, objective)
@@ -116,7 +116,7 @@ def test_the_tokens_that_no_error_reaches_are_counted(objective: Objective) -> N
             else:
                 assert said[1].count("position") == len(zero) and (said[2] == "it") == (len(zero) == 1)
             assert "as computed" not in shown["caption"]
-    assert len(zero) == (1 if objective == MEAN_LOSS else n - 1)  # the last station: the rows that are read
+    assert len(zero) == (1 if objective == TEXT_LOSS else n - 1)  # the last station: the rows that are read
 
 
 def test_an_error_that_rounding_made_0_is_not_called_unreachable() -> None:
@@ -181,7 +181,7 @@ def test_the_formula_of_the_loss_station_solves_its_exercise() -> None:
 def test_the_exercise_of_the_loss_says_what_is_graded() -> None:
     session = make_session()
     labels = []
-    for objective in (MEAN_LOSS, hg.PositionLoss(2)):
+    for objective in (TEXT_LOSS, hg.PositionLoss(2)):
         case = case_of(session, session.sentence(TEXT, objective=objective), COURSE["loss"], None)
         assert case is not None
         labels.append(case.label)

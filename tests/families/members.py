@@ -332,7 +332,7 @@ def randomize(network: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _float_means_double() -> Iterator[None]:
+def float_means_double() -> Iterator[None]:
     with (
         mock.patch.object(torch, "float", torch.float64),
         mock.patch.object(torch, "float32", torch.float64),
@@ -347,7 +347,7 @@ def in_float64(network: Any) -> Any:
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
-            with _float_means_double():
+            with float_means_double():
                 return forward(*arguments, **options)
 
         return run
@@ -355,7 +355,7 @@ def in_float64(network: Any) -> Any:
     for module in network.double().modules():
         kind = type(module).__name__
         if kind.endswith("RotaryEmbedding"):
-            with _float_means_double():
+            with float_means_double():
                 module.__init__(module.config)
         if hasattr(module, "scalar_embed_scale"):
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)

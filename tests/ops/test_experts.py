@@ -113,3 +113,16 @@ def test_the_clamped_gate(spread: float, dtype: torch.dtype) -> None:
     for ours, theirs in zip((d_gate, d_up, a_8), (*expected, plain_gated.clamped(*wide[:2])), strict=True):
         assert ours.dtype == dtype and relative_error(ours, theirs) <= tolerance
     assert torch.equal(gated.forward(gate, up, "clamped"), a_8)
+
+
+def test_the_z_loss_and_the_sums_of_both() -> None:
+    s = torch.randn(7, 5, dtype=torch.float64)
+    k = 2
+    assert relative_error(fast.delta_z_loss(s, 7), plain.delta_z_loss(s)) <= IDENTITY_TOLERANCE
+    parts = [fast.router_sums(part, torch.topk(part, k)[1]) for part in s.split([3, 4])]
+    tokens, p, squares, rows = torch.split(sum(parts), [5, 5, 1, 1])  # type: ignore[arg-type]
+    assert rows.item() == 7 and squares.item() / 7 == pytest.approx(plain.z_loss(s).item(), rel=1e-12)
+    assert fast.balance(tokens, p, 7).item() == pytest.approx(plain.balance(s, k).item(), rel=1e-12)
+    assert torch.equal(tokens, 7 * plain.tokens_per_row(s, k))
+    narrow = s.bfloat16()
+    assert fast.delta_z_loss(narrow, 7).dtype == fast.delta_balance(narrow, tokens, 7).dtype == torch.bfloat16

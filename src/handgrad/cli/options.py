@@ -48,6 +48,8 @@ COMMON_OPTIMIZATION = {
     "beta1": "Decay rate of the first moment (momentum), if the optimizer has one. Muon's own is 0.95.",
     "beta2": "Decay rate of the second moment, if the optimizer has one.",
     "clip": "Maximum norm of the gradient; 0 for no clipping.",
+    "balance_loss": "Coefficient of the balance loss of a mixture's routers; 0 for none. [default: the model's]",
+    "z_loss": "Coefficient of the z-loss of a mixture's routers; 0 for none. [default: the model's]",
     "recompute": "Activations to recompute in the backward pass: none, or blocks (less memory, a third more time).",
     "update_inside": "Update each layer inside the backward pass: least memory.",
     "threads": "Number of threads. [default: a resumed run's, else OMP_NUM_THREADS, else measured before the first step]",

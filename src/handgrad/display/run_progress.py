@@ -51,8 +51,10 @@ class Lines:
         if "val_loss" in record:
             self.say(f"step {record['step']:>6,}  validation loss {loss(record['val_loss'])}")
         else:
+            names = (("balance_loss", "balance loss"), ("z_loss", "z-loss"))
+            routers = "".join(f"  {name} {loss(record[key])}" for key, name in names if key in record)
             self.say(
-                f"step {record['step']:>6,}  loss {loss(record['loss'])}  lr {number(record['lr']):<8}"
+                f"step {record['step']:>6,}  loss {loss(record['loss'])}{routers}  lr {number(record['lr']):<8}"
                 f"  grad norm {_or_dash(number, record['grad_norm']):<6}  {count(record['tokens_per_second'])} tok/s"
                 f"  {_or_dash(percent, record.get('mfu'))} of matmul peak  {size(record['memory'])}"
             )

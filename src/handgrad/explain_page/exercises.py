@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..learn.exercise import Case, Exercise
 from ..model.gpt import GPT
-from ..model.passes.objective import MEAN_LOSS
+from ..model.passes.objective import TEXT_LOSS
 from ..paper.attention import Head
 from ..paper.rotary import frequencies
 from ..paper.transformer import Block, Options
@@ -138,7 +138,7 @@ def _embedding(t: _Tensors, make: Make) -> Case:
 
 
 def _loss(t: _Tensors, make: Make) -> Case:
-    other = "" if t.sentence.objective == MEAN_LOSS else ", with the mean loss, not with what is explained"
+    other = "" if t.sentence.objective == TEXT_LOSS else ", with the mean loss, not with what is explained"
     return make(t.label + other, t.model.logit_map.forward(t.of("a_12").clone()), t.sentence.targets[0, : t.n])
 
 

@@ -38,5 +38,5 @@ DOTS1 = replace(
         "n_shared_experts": None,
     },
     fixed={**QWEN3.fixed, "router": "sigmoid"},
-    only={"output_router_logits": False},
+    no_effect=frozenset({"output_router_logits"}),  # transformers adds no loss of its routers
 )

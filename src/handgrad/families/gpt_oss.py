@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .llama import LLAMA, without
-from .mixtral import EXPERTS
+from .mixtral import EXPERTS, ROUTER_LOSS
 from .qwen2_moe import OF_EXPERT
 
 GPT_OSS = replace(
@@ -34,9 +34,10 @@ GPT_OSS = replace(
         "sliding_window": 128,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
+        **ROUTER_LOSS,
     },
     fixed={**LLAMA.fixed, "mlp_bias": True, "sinks": True, "activation": "clamped", "router": "softmax of chosen"},
-    only={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "output_router_logits": False},
+    only={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     aliases={"num_experts": "num_local_experts"},
     no_effect=frozenset({"initial_context_length", "experts_per_token"}),  # older names in its first files
     windows="pattern",

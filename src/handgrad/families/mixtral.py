@@ -5,6 +5,7 @@ from dataclasses import replace
 from .llama import LLAMA, without
 from .mistral import MISTRAL
 
+ROUTER_LOSS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}  # the first switches the second on
 EXPERTS = {"mlp.router": "gate", "mlp.experts": "experts"}
 
 MIXTRAL = replace(
@@ -23,6 +24,7 @@ MIXTRAL = replace(
         "sliding_window": None,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
+        **ROUTER_LOSS,
     },
-    only={"router_jitter_noise": 0.0, "output_router_logits": False},
+    only={"router_jitter_noise": 0.0},
 )  # fmt: skip

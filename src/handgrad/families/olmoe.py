@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .llama import LLAMA, without
-from .mixtral import EXPERTS
+from .mixtral import EXPERTS, ROUTER_LOSS
 from .qwen2_moe import FIELDS, OF_EXPERT
 
 OLMOE = replace(
@@ -22,8 +22,10 @@ OLMOE = replace(
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
+        **ROUTER_LOSS,
+        "router_aux_loss_coef": 0.01,
     },
     fixed={**LLAMA.fixed, "mlp_bias": False, "qk_norm": True, "qk_norm_joint": True},
-    only={"output_router_logits": False, "clip_qkv": None},
+    only={"clip_qkv": None},
     aliases={"num_local_experts": "num_experts"},
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .mixtral import EXPERTS
+from .mixtral import EXPERTS, ROUTER_LOSS
 from .qwen2 import QWEN2
 
 OF_EXPERT = {"expert.gate": "gate_proj", "expert.expand": "up_proj", "expert.contract": "down_proj"}
@@ -34,7 +34,8 @@ QWEN2_MOE = replace(
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
+        **ROUTER_LOSS,
     },
-    only={"qkv_bias": True, "output_router_logits": False},
+    only={"qkv_bias": True},
     windows="even early blocks",
 )  # fmt: skip

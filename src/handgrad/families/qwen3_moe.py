@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .llama import without
-from .mixtral import EXPERTS
+from .mixtral import EXPERTS, ROUTER_LOSS
 from .qwen2_moe import FIELDS, OF_EXPERT
 from .qwen3 import QWEN3
 
@@ -24,9 +24,9 @@ QWEN3_MOE = replace(
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
+        **ROUTER_LOSS,
     },
     aliases={"num_local_experts": "num_experts"},
-    only={"output_router_logits": False},
     no_effect=frozenset({"max_window_layers"}),
     windows="every block",
 )

@@ -120,6 +120,8 @@ def _in_their_words(message: str, family: Family, own: dict[str, Any]) -> str:
     """A message about fields of `ModelConfig` with the names that config.json has for them, except those in `own`."""
     theirs = {name: field for field, ours in family.fields.items() for name in ours}
     theirs |= {"rope_base": "rope_theta", "window": "sliding_window", "unrotated": "no_rope_layers"}
+    theirs |= {"balance_loss": "router_aux_loss_coef"}
+    theirs |= {"d_shared": "n_shared_experts · moe_intermediate_size"} if "n_shared_experts" in family.defaults else {}
     theirs |= {"conv_blocks": "layer_types"} if family.has("conv") else {}
     ours = "|".join(name for name in theirs if name not in own)
     message = re.sub(r" \(or, from Python, [^)]*\)", "", message)
@@ -245,11 +247,14 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     """The config.json of a model with these choices, its weights stored in `dtype`."""
     family = config.table
     own = _own(config)
-    if own and family.name != "gpt2":
+    other = own.keys() - {"z_loss"}  # of training alone
+    if other and family.name != "gpt2":
         own = {"family": family.name, **own}
     return {
         # a model that transformers would compute differently must not be opened under the family's name
-        **({"model_type": "handgrad"} if own else {"architectures": [family.architecture], "model_type": family.name}),
+        **(
+            {"model_type": "handgrad"} if other else {"architectures": [family.architecture], "model_type": family.name}
+        ),
         **{field: _value(config, field, ours) for field, ours in family.fields.items()},
         **{field: only for field, only in family.only.items() if only is not None},
         **family.written,

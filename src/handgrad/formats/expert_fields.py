@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from ..checks import check_integer
+from ..checks import check_integer, is_number
 from ..errors import HandgradError, shown
 from ..families import Family
+from ..families.mixtral import ROUTER_LOSS
 from ..model.config import ModelConfig
 
 
@@ -26,6 +27,14 @@ def read_experts(raw: dict[str, Any], config: ModelConfig, family: Family) -> di
         found["dense"] = tuple(range(min(integer("first_k_dense_replace"), config.n_blocks)))
     if "n_shared_experts" in family.defaults:
         found["d_shared"] = integer("n_shared_experts") * config.expert_width or None
+    if "output_router_logits" in family.defaults:
+        wanted, weight = (raw.get(field, family.defaults[field]) for field in ROUTER_LOSS)
+        if not isinstance(wanted, bool) or not is_number(weight) or weight < 0:
+            raise HandgradError(
+                "output_router_logits must be true or false and router_aux_loss_coef a number of at least 0, not"
+                f" {shown(wanted)} and {shown(weight)}"
+            )
+        found["balance_loss"] = float(weight) if wanted else 0.0
     return found
 
 
@@ -38,6 +47,9 @@ def expert_fields(config: ModelConfig) -> dict[str, object]:
         written["first_k_dense_replace"] = len(config.dense)
     if "n_shared_experts" in defaults:
         written["n_shared_experts"] = (config.d_shared or 0) // config.expert_width
+    if "output_router_logits" in defaults:
+        weight = config.balance_loss or defaults["router_aux_loss_coef"]
+        written |= dict(zip(ROUTER_LOSS, (config.balance_loss > 0, weight), strict=True))
     return written
 
 
@@ -49,4 +61,6 @@ def told_by_experts(config: ModelConfig) -> set[str]:
         told.add("dense")
     if "n_shared_experts" in defaults and (config.d_shared or 0) % config.expert_width == 0:
         told.add("d_shared")
+    if "output_router_logits" in defaults:
+        told.add("balance_loss")
     return told

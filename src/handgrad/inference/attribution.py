@@ -92,7 +92,7 @@ def attribute(
     objective, sign = _objective(model, tokens, positions, against)
     n = positions[-1]  # tokens from the last target on have no influence
     batch, whole = model.pack(tokens[:n], [n]), PassOptions(tokens_at_once=n)
-    (piece,) = model.prepare(batch, _wanted(tokens, positions), options=whole, dropout=False).pieces
+    (piece,) = model.prepare(batch, _wanted(tokens, positions), options=whole, training=False).pieces
     with _frozen(model):
         value, a_1, delta_1 = _input_signal(model, piece, objective)
         integrated, gap = None, None
@@ -180,8 +180,8 @@ def _input_signal(
     """The summed objective, a_1 and Δ_1 of a piece, from its own embeddings or the given ones."""
     run = Pass(attention.spans_of(piece.lengths), rotations=model.rotations(piece.positions, piece.lengths))
     runs = [run] * len(model.blocks)
-    if (
-        len(piece.rows) < len(piece.ids) and model.blocks[-1].leaves_rows_out
+    if len(piece.rows) < len(piece.ids) and model.config.leaves_rows_out(
+        len(model.blocks) - 1
     ):  # as in training: the last block needs only the rows with a target
         runs[-1] = run._replace(spans=attention.spans_of(piece.lengths, piece.rows), query_rows=piece.rows)
     a = a_1 = model.embeddings(piece.ids, piece.positions) if a_1 is None else a_1

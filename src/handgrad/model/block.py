@@ -246,11 +246,6 @@ class Block(Parts):
         return self.conv if self.has("conv") else self.attn
 
     @property
-    def leaves_rows_out(self) -> bool:
-        """Whether it can compute only some rows after the keys and values: parallel branches read one tensor."""
-        return not self.parallel
-
-    @property
     def trains(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 

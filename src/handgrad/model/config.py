@@ -4,7 +4,7 @@ torch."""
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from ..checks import check_integer, is_number
+from ..checks import check_integer, check_number, is_number
 from ..errors import HandgradError, option
 from ..families import FAMILIES, Family
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
@@ -15,6 +15,7 @@ GATES = ("silu", "gelu", "gelu_tanh")
 CLAMPED = "clamped"  # the gate of gpt-oss
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rotary")
+MOST_EXPERTS = 1 << 16  # in all blocks together: each is several layers, whose names are compared with those of files
 _OPTIONAL = (
     "d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_width", "n_experts", "experts_per_token", "d_expert",
     "d_shared",
@@ -96,6 +97,8 @@ class ModelConfig:
     groups_per_token: int = 1
     d_shared: int | None = None  # width of an expert that all tokens go through; default: none
     dense: tuple[int, ...] = ()  # blocks with a feed-forward layer of width d_hidden instead of a mixture
+    balance_loss: float = 0.0  # coefficient of the routers' balance loss in training; 0: without it
+    z_loss: float = 0.0  # coefficient of the routers' z-loss in training
 
     def __post_init__(self) -> None:
         for name in ("n_vocab", "n_context", "d_model", "n_heads", "n_blocks", *_OPTIONAL):
@@ -187,6 +190,14 @@ class ModelConfig:
             )
 
     def _check_experts(self) -> None:
+        for name in ("balance_loss", "z_loss"):
+            value = getattr(self, name)
+            check_number(name, value, option(name))
+            if value and (self.n_experts is None or self.router == "sigmoid"):
+                has = "no experts" if self.n_experts is None else "a router with sigmoids, which a bias balances"
+                raise HandgradError(
+                    f"{option(name, value)} is a loss of a router with a softmax, and this model has {has}: leave it out"
+                )
         if (self.n_experts is None) != (self.experts_per_token is None):
             raise HandgradError("a mixture of experts needs both n_experts and experts_per_token")
         if self.n_experts is None or self.experts_per_token is None:
@@ -197,6 +208,11 @@ class ModelConfig:
             if not (self.table.has("mlp.contract")):
                 raise HandgradError(f"the family {self.family} has experts only: give n_experts and experts_per_token")
             return
+        if self.n_blocks * self.n_experts > MOST_EXPERTS:
+            raise HandgradError(
+                f"n_blocks={self.n_blocks} with n_experts={self.n_experts} are {self.n_blocks * self.n_experts:,} experts;"
+                f" the most that a model may have is {MOST_EXPERTS:,}"
+            )
         for layer, needed in (
             ("mlp.experts", True),
             ("mlp.shared", self.d_shared is not None),
@@ -280,6 +296,16 @@ class ModelConfig:
     def sparse_block(self, i: int) -> bool:
         """Whether block i has a mixture of experts."""
         return self.n_experts is not None and i not in self.dense
+
+    @property
+    def router_losses(self) -> bool:
+        """Whether training adds losses of the routers."""
+        return bool(self.balance_loss or self.z_loss) and any(map(self.sparse_block, range(self.n_blocks)))
+
+    def leaves_rows_out(self, i: int) -> bool:
+        """Whether block i, if it is the last, computes only some rows after the keys and values: not if parallel branches
+        read one tensor, or if the losses of its router are of all rows."""
+        return not self.parallel and not (self.router_losses and self.sparse_block(i))
 
     @property
     def key_bias_matters(self) -> bool:

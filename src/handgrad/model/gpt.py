@@ -8,6 +8,7 @@ The stream is (n, d): all sequences packed end to end, one row per token. Parame
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
-from .layers.linear import Affine, Linear, freeze
+from .layers.linear import Linear, freeze
 from .logits import Logits
 from .network import Network
 from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
@@ -25,6 +26,7 @@ from .passes.example_gradients import ExampleGradients, PieceExamples
 from .passes.objective import MEAN_LOSS, MeanLoss, Objective, PositionLoss
 from .passes.options import DEFAULTS, Finished, PassOptions, no_hook
 from .passes.readout import Ending, readout, row_groups, target_rows
+from .passes.router_losses import RouterLosses, routers_for
 from .storage.weights import Weights
 
 
@@ -35,6 +37,7 @@ class Work(NamedTuple):
     n_targets: int  # that the summed objective is divided by: those of all calls that accumulate
     objective: Objective = MEAN_LOSS
     complete: bool = False  # every signal of every row, needed or not: in one piece, down to Δ_1 of the first block
+    routers: RouterLosses | None = None  # of a mixture, if they are differentiated
 
 
 class ForwardState(NamedTuple):
@@ -95,7 +98,7 @@ class GPT(Network):
     ) -> float:
         """The mean loss over the targets ≠ −100, or the value of another objective, without gradients."""
         options = PassOptions(tokens_at_once=TOKENS_AT_ONCE)
-        work = self.prepare(self.pack(tokens, lengths), targets, objective, options=options, dropout=False)
+        work = self.prepare(self.pack(tokens, lengths), targets, objective, options=options, training=False)
         state = self.forward_pass(work, lowest=len(self.blocks))
         total = 0.0
         with self.weights(self.head) as weights:
@@ -121,13 +124,15 @@ class GPT(Network):
         **options: Any,
     ) -> float:
         """The mean loss over the targets ≠ −100; its gradient is added into every trainable parameter's `.grad`. A frozen
-        parameter gets none; one it had is discarded, because an optimizer would apply it.
+        parameter gets none; one it had is discarded, because an optimizer would apply it. If the configuration has
+        coefficients for losses of a mixture's routers, the gradient is that of the sum, and what is returned is not.
 
         n_targets   To accumulate over several calls as if they were one batch, give the number of targets of all the
                     calls together: each call then returns its share of the mean, and shares and gradients add up.
                     A call without any target adds 0. If a call raises, gradients of earlier calls may have been added to.
+                    The losses of routers are of all calls too: count them first, and give routers= their sum.
         objective   What to differentiate instead of the mean loss: one target's loss, or a difference of logits.
-        options     How to compute it: recompute="blocks", seed, tokens_at_once, finished, record, examples, as
+        options     How to compute it: recompute="blocks", seed, tokens_at_once, finished, record, examples, routers, as
                     `PassOptions` describes them.
         """
         unknown = [name for name in options if name not in PassOptions.__match_args__]
@@ -136,6 +141,25 @@ class GPT(Network):
             raise HandgradError(f"unknown option {unknown[0]}: loss_and_grads has objective, n_targets, {known}")
         how = PassOptions(**options)
         return self.differentiate(self.prepare(self.pack(tokens, lengths), targets, objective, n_targets, how), how)
+
+    @torch.no_grad()
+    def count_routers(
+        self,
+        tokens: Tensor,
+        lengths: list[int] | None = None,
+        *,
+        seed: int | None = None,
+        tokens_at_once: int | None = None,
+    ) -> RouterLosses:
+        """What the losses of a mixture's routers need to know of a batch that is computed in several calls or processes:
+        add up those of all parts with +, and give the sum to every call of `loss_and_grads` as routers=. It costs a
+        forward pass, with the dropout of that call if `seed` and `tokens_at_once` are the same."""
+        batch, options = self.pack(tokens, lengths), PassOptions(seed=seed, tokens_at_once=tokens_at_once)
+        work = self.prepare(batch, torch.zeros_like(batch.ids).view(batch.shape), options=options)
+        if work.routers is None:
+            raise HandgradError("balance_loss and z_loss of this model are 0: there is nothing to count")
+        windows = [work.pieces] if self.unpacks else [[piece] for piece in work.pieces]
+        return RouterLosses(self.config, self._count(work, windows))
 
     # ── preparation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,11 +182,12 @@ class GPT(Network):
         options: PassOptions = DEFAULTS,
         *,
         complete: bool = False,
-        dropout: bool = True,
+        training: bool = True,
     ) -> Work:
         """Everything that is decided before a pass: the targets, the pieces, dropout's masks, the number to divide by.
 
         complete   Compute every signal of every row, needed or not: in one piece, and without dropout. Traces do.
+        training   Whether there are dropout and the losses of routers.
         """
         if not isinstance(objective, Objective):
             raise HandgradError(
@@ -172,34 +197,27 @@ class GPT(Network):
             raise HandgradError(
                 "tensors are replaced in a complete pass, without pieces or dropout: use hg.trace(edit=…)"
             )
-        seed = self.dropout_seed(options.seed) if dropout and not complete else None
+        seed = self.dropout_seed(options.seed) if training and not complete else None
+        with_routers = self.config.router_losses and objective.routers and training
         at_once = math.inf if complete else options.tokens_at_once or self.tokens_at_once()
         chosen = check_targets(batch, objective.select(targets, self.config.n_vocab), self.config)
-        pieces = split(batch, chosen, at_once, seed)
-        n_targets = count_targets(pieces, n_targets if pieces or not complete else None)
+        pieces = split(batch, chosen, at_once, seed, every=with_routers)
+        own = sum(len(piece.targets) for piece in pieces)
+        n_targets = count_targets(pieces, n_targets if own or not complete else None)
+        routers = routers_for(self.config, len(batch.ids), n_targets != own, options) if with_routers else None
         if options.examples is not None:
             if options.examples.needs_losses and type(objective) not in (MeanLoss, PositionLoss):
                 raise HandgradError(
                     f"ExampleNorms measures losses, not {type(objective).__name__}: leave objective out"
                 )
             self._begin_examples(options.examples, pieces, n_targets, len(batch.lengths))
-        return Work(pieces, n_targets, objective, complete)
+        return Work(pieces, n_targets, objective, complete, routers)
 
     def tokens_at_once(self) -> int:
         """Tokens of a piece, unless a call gives another number."""
         if self.adapter is None or any(isinstance(x, Linear) and x.trains for x in self.modules()):
             return TOKENS_AT_ONCE
         return FROZEN_AT_ONCE
-
-    def dropout_seed(self, seed: int | None) -> int | None:
-        """The dropout seed of a pass; None if no layer drops anything."""
-        if (
-            self.adapter is None
-            or not self.training
-            or not any(isinstance(x, Affine) and x.dropout for x in self.modules())
-        ):
-            return None
-        return int(torch.randint(1 << 31, ())) if seed is None else seed
 
     def _begin_examples(self, examples: ExampleGradients, pieces: list[Piece], n_targets: int, count: int) -> None:
         """Prepare the measurement of a batch's examples."""
@@ -227,6 +245,9 @@ class GPT(Network):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         value = 0.0
         try:
+            if work.routers is not None and len(windows) > 1 and not work.routers.given:
+                work.routers.sums = self._count(work, windows, options)
+                work = work._replace(routers=RouterLosses(self.config, work.routers.sums))
             for window in windows:
                 hook = options.finished if window is windows[-1] else no_hook
                 state = self.forward_pass(work._replace(pieces=window), options)
@@ -236,6 +257,14 @@ class GPT(Network):
                 p.grad = None  # discard partial gradients
             raise
         return value
+
+    def _count(self, work: Work, windows: list[list[Piece]], options: PassOptions = DEFAULTS) -> Tensor:
+        """The sums that the losses of the routers need, of all pieces."""
+        found, own, quiet = RouterLosses(self.config).sums, RouterLosses(self.config), replace(options, record=None)
+        for window in windows:
+            self.forward_pass(work._replace(pieces=window, routers=own), quiet, lowest=len(self.blocks))
+            found += own.sums
+        return found
 
     def forward_pass(self, work: Work, options: PassOptions = DEFAULTS, lowest: int | None = None) -> ForwardState:
         """a_0 → a_10 of every piece. Saves each block's activations from `lowest` on, or its input if it is recomputed."""
@@ -252,6 +281,8 @@ class GPT(Network):
         state.a_10.extend(self.embeddings(p.ids, p.positions) for p in pieces)
         # one buffer for the inputs of all blocks: tensors of 2 MB and more are rounded up to large pages one by one
         inputs = [a.new_empty(len(self.blocks) - lowest, *a.shape) for a in state.a_10] if recompute else []
+        if work.routers is not None:
+            work.routers.begin()
         for i, block in enumerate(self.blocks):
             state.blocks.append([])
             with self.weights(block) as weights:
@@ -260,6 +291,8 @@ class GPT(Network):
                     state.a_10[j], saved = block.forward(a_1, self._pass(i, j, state, weights))
                     if i >= lowest:
                         state.blocks[i].append(inputs[j][i - lowest].copy_(a_1) if recompute else saved)
+        if work.routers is not None:
+            work.routers.counting = False
         return state
 
     def backward_pass(
@@ -273,7 +306,7 @@ class GPT(Network):
         """a_10 → the value of the objective, Δ_11, and Δ_10 … Δ_1 with all gradients, down to the lowest layer that trains.
         Frees activations as it goes unless `once` is False. With a given `delta_10` of every piece, the head and the
         objective are not computed."""
-        pieces, n_targets, objective, _ = state.work
+        pieces, n_targets, objective, *_ = state.work
         if not pieces:
             finished = _with_zeros(finished)
         every_layer = self.layers() if finished is not no_hook else [[]] * (3 + len(self.blocks))
@@ -287,6 +320,9 @@ class GPT(Network):
                 run = Pass(
                     observer=state.observer, weights=weights, operand=self.operand, examples=_examples_of(piece, state)
                 )
+                if not len(piece.targets):  # computed for its routers
+                    deltas.append(torch.zeros_like(a_10))
+                    continue
                 total, signal = readout(self.ending(), a_10, piece, objective, 1 / n_targets, run)
                 value += total / n_targets
                 deltas.append(signal)
@@ -319,11 +355,12 @@ class GPT(Network):
         return Ending(self.final_norm, self.head, self.logit_map, self.check_finite)
 
     def _pass(self, i: int, j: int, state: ForwardState, weights: Weights) -> Pass:
-        """The arguments of block i for piece j. The last block computes only the rows that have a target."""
+        """The arguments of block i for piece j. The last block computes only the rows that have a target, unless
+        its router has losses, which are of all rows."""
         piece, complete = state.work.pieces[j], state.work.complete
-        last = i == len(self.blocks) - 1
-        some = last and not complete and self.blocks[i].leaves_rows_out
-        query_rows = piece.rows if some and len(piece.rows) < len(piece.ids) else None
+        last, routers = i == len(self.blocks) - 1, state.work.routers if self.config.sparse_block(i) else None
+        some = last and not complete and self.config.leaves_rows_out(i)
+        query_rows = piece.rows if some and 0 < len(piece.rows) < len(piece.ids) else None
         return Pass(
             attention.spans_of(piece.lengths, query_rows),
             query_rows,
@@ -334,6 +371,7 @@ class GPT(Network):
             weights,
             self.operand,
             examples=_examples_of(piece, state),
+            routers=routers,
         )
 
     def _lowest(self) -> int:
@@ -341,20 +379,6 @@ class GPT(Network):
         if self.embeddings_train():
             return 0
         return next((i for i, block in enumerate(self.blocks) if block.trains), len(self.blocks))
-
-    def check_finite(self, a: Tensor) -> Tensor:
-        """Return `a`; raise if its sum is not finite, naming the parameter that is broken if one is."""
-        if math.isfinite(a.sum().item()):
-            return a
-        broken = [name for name, p in self.named_parameters() if not torch.isfinite(p).all()]
-        if broken:
-            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load an intact checkpoint")
-        if self.dtype == torch.float64:
-            raise NonFiniteError(
-                "the activations hold NaN or infinity, even in float64: look for huge weights or an edit"
-            )
-        raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
 
 
 def _examples_of(piece: Piece, state: ForwardState) -> PieceExamples | None:

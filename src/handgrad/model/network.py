@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import MIXED, check_choice, check_integer
-from ..errors import HandgradError, shown
+from ..errors import HandgradError, NonFiniteError, shown
 from ..ops import embedding, rotary
 from ..ops.logits import LogitMap
 from .block import Block
@@ -285,6 +285,30 @@ class Network(Parts):
             others = rotary.angles(positions, of(long=True)[0], factor)
             cos, sin = (torch.where(long, other, x) for other, x in zip(others, (cos, sin), strict=True))
         return cos, sin
+
+    def dropout_seed(self, seed: int | None) -> int | None:
+        """The dropout seed of a pass; None if no layer drops anything."""
+        if (
+            self.adapter is None
+            or not self.training
+            or not any(isinstance(x, Affine) and x.dropout for x in self.modules())
+        ):
+            return None
+        return int(torch.randint(1 << 31, ())) if seed is None else seed
+
+    def check_finite(self, a: Tensor) -> Tensor:
+        """Return `a`; raise if its sum is not finite, naming the parameter that is broken if one is."""
+        if math.isfinite(a.sum().item()):
+            return a
+        broken = [name for name, p in self.named_parameters() if not torch.isfinite(p).all()]
+        if broken:
+            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load an intact checkpoint")
+        if self.dtype == torch.float64:
+            raise NonFiniteError(
+                "the activations hold NaN or infinity, even in float64: look for huge weights or an edit"
+            )
+        raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
 
     def tie(self) -> None:
         """Make the logits layer the token embedding transposed, and discard the weight it had."""

@@ -15,7 +15,7 @@ from ..errors import HandgradError
 from ..model.gpt import GPT, ForwardState, Work
 from ..model.inspect.trace import own_gradients
 from ..model.passes.arguments import PLAIN
-from ..model.passes.objective import Objective, TargetRows
+from ..model.passes.objective import MEAN_LOSS, TEXT_LOSS, Objective, TargetRows
 from ..model.passes.options import DEFAULTS, PassOptions
 from ..model.passes.readout import row_groups
 from .functions import first_derivative
@@ -35,13 +35,18 @@ def options_of(recompute: bool) -> PassOptions:
 
 
 def prepare(
-    model: GPT, packed: Packed, targets: Tensor, n_targets: int | None = None, options: PassOptions = DEFAULTS
+    model: GPT,
+    packed: Packed,
+    targets: Tensor,
+    n_targets: int | None = None,
+    options: PassOptions = DEFAULTS,
+    objective: Objective = MEAN_LOSS,
 ) -> Work:
     """`GPT.prepare`, for positions that do not begin at 0 as well."""
     batch = model.pack(packed.tokens, packed.lengths)
     if packed.positions is not None:
         batch = batch._replace(positions=packed.positions.to(batch.positions))
-    return model.prepare(batch, targets, n_targets=n_targets, options=options)
+    return model.prepare(batch, targets, objective, n_targets, options)
 
 
 def gradients_of(parameters: Sequence[Tensor], compute: Callable[[], float]) -> tuple[float, list[Tensor]]:
@@ -90,7 +95,7 @@ class EndFunction(Function):
 
 def every_row(model: GPT, packed: Packed) -> Work:
     """The batch with a target in every row, which nothing reads; its value is not divided."""
-    return prepare(model, packed, torch.zeros_like(packed.tokens), 1)
+    return prepare(model, packed, torch.zeros_like(packed.tokens), 1, objective=TEXT_LOSS)
 
 
 def _state_of(ctx: Any) -> tuple[ForwardState, bool]:

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from ..formats import huggingface
 from ..formats.config_json import config_json
 from ..lora import peft
 from ..model.gpt import GPT
+from ..model.passes.router_losses import RouterLosses
 from ..ops import loss as softmax_loss
 from .functions import first_derivative, opaque, without_autocast
 from .wrapped_logits import HIDDEN, LOGITS, End, EndFunction, Packed, gradients_of, options_of, prepare
@@ -36,8 +38,10 @@ class LossFunction(Function):
         ctx: Any, wrapped: "Wrapped", packed: Packed, targets: Tensor, n_targets: int | None, *parameters: Any
     ) -> Tensor:
         model, options = wrapped.handgrad_model, options_of(wrapped.gradient_checkpointing)
+        options = replace(options, routers=RouterLosses(model.config))  # of this call, as in transformers
         work = prepare(model, packed, targets, n_targets, options)
         value, grads = gradients_of(parameters, lambda: model.differentiate(work, options))
+        value += 0.0 if work.routers is None else work.routers.total
         ctx.save_for_backward(*grads)
         return torch.tensor(value, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
 

@@ -99,8 +99,22 @@ def balance(tokens: Tensor, p: Tensor, n: int) -> Tensor:
 
 def delta_balance(s: Tensor, tokens: Tensor, n: int) -> Tensor:
     """Δ_s = (E/n) p ∘ (f − ⟨p, f⟩) with f = tokens/n: counts have no derivative"""
-    p, f = torch.softmax(_wide(s), 1), tokens / n
+    p = torch.softmax(_wide(s), 1)
+    f = (tokens / n).to(p.dtype)
     return (s.shape[1] / n * p * (f - (p * f).sum(1, keepdim=True))).to(s.dtype)
+
+
+def delta_z_loss(s: Tensor, n: int) -> Tensor:
+    """Δ_s = (2/n) lse p of the mean of lse² over n rows, lse = log Σ_e e^(s_e)"""
+    wide = _wide(s)
+    return (2 / n * torch.logsumexp(wide, 1, keepdim=True) * torch.softmax(wide, 1)).to(s.dtype)
+
+
+def router_sums(s: Tensor, chosen: Tensor) -> Tensor:
+    """What the losses of a router need of its rows: tokens and Σ p of every expert, Σ lse², and their number. (2E + 2)"""
+    wide = _wide(s).double()
+    tokens, p = tokens_of_experts(chosen, s.shape[1], wide.dtype), torch.softmax(wide, 1).sum(0)
+    return torch.cat([tokens, p, torch.logsumexp(wide, 1).square().sum()[None], tokens.new_tensor([len(s)])])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ..errors import HandgradError, NonFiniteError
 from ..model.gpt import GPT, ForwardState
 from ..model.passes.example_gradients import ExampleNorms
 from ..model.passes.options import Finished, PassOptions, no_hook
+from ..model.passes.router_losses import RouterLosses
 from .optimizers import clip_factor, length, norm, step
 
 
@@ -58,15 +59,16 @@ class OptimizerInBackward:
         n_targets: int | None = None,
         seed: int | None = None,
         examples: ExampleNorms | None = None,
+        routers: RouterLosses | None = None,
     ) -> float:
         """One step on the batch, which may be large: it is processed in pieces. `n_targets` is the number of targets of all
-        processes together; `seed` and `examples` as in `GPT.loss_and_grads`."""
+        processes together; `seed`, `examples` and `routers` as in `GPT.loss_and_grads`."""
         if examples is not None and not examples.grads:
             raise HandgradError(
                 "examples=ExampleNorms() fills no gradient to update with: give ExampleNorms(grads=True)"
             )
         model = self.model
-        options = PassOptions(recompute=self.recompute, seed=seed, examples=examples)
+        options = PassOptions(recompute=self.recompute, seed=seed, examples=examples, routers=routers)
         work = model.prepare(model.pack(tokens, lengths), targets, n_targets=n_targets, options=options)
         _free_gradients(model.parameters())  # drop gradients of an earlier call
         state = model.forward_pass(work, options)

@@ -14,6 +14,7 @@ from ..model.gpt import GPT
 from ..model.inspect.trace import own_gradients
 from ..model.passes.batch import TOKENS_AT_ONCE
 from ..model.passes.example_gradients import ExampleGradients, ExampleNorms, ExamplePairs, ExamplesAgainst, Several
+from ..model.passes.objective import TEXT_LOSS
 from ..text.examples import Examples
 from ..text.tokenizer import Tokenizer
 from .inputs import Given, as_examples, groups
@@ -94,7 +95,7 @@ def _gradients(model: GPT, found: Examples, chosen: Sequence[int]) -> dict[nn.Pa
     rows: list[list[Tensor]] = []
     for i in chosen:
         with own_gradients(trained), _without_dropout(model):
-            model.loss_and_grads(*found.select([i]))
+            model.loss_and_grads(*found.select([i]), objective=TEXT_LOSS)
             rows.append([torch.zeros_like(p) if p.grad is None else p.grad for p in trained])
     return {p: torch.stack([row[k] for row in rows]) for k, p in enumerate(trained)}
 
@@ -105,7 +106,7 @@ def _measured(model: GPT, found: Examples, chosen: Sequence[int], gradients: G) 
     tokens, targets, lengths = found.select(chosen)
     recompute = "blocks" if gradients.together and len(tokens) > TOKENS_AT_ONCE else "none"
     with _without_dropout(model):
-        model.loss_and_grads(tokens, targets, lengths, recompute=recompute, examples=gradients)
+        model.loss_and_grads(tokens, targets, lengths, objective=TEXT_LOSS, recompute=recompute, examples=gradients)
     return gradients
 
 

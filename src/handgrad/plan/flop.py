@@ -9,7 +9,7 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
 from ..ops.loss import NO_TARGET
-from .outline import LinearLayer, layers_of_block, outline
+from .outline import LinearLayer, layers_of_block
 from .parameters import Ranks
 
 Pairs = dict[int | None, int]  # (query, key) pairs of a block by its window; None: no window
@@ -71,7 +71,7 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         """Multiply-adds of the blocks from `first` on."""
         if first > last:
             return 0
-        total, every = 0, not outline(c, last).blocks[0].leaves_rows_out
+        total, every = 0, not c.leaves_rows_out(last)
         for i in range(first, last + 1):
             pairs = 0 if i in c.conv_blocks else (work.pairs if i < last or every else work.row_pairs)[c.window_of(i)]
             total += sum(rows(layer, i) * layer.products for layer in in_block[i]) + per_pair * pairs

@@ -94,7 +94,7 @@ def _layers_of(config: ModelConfig, i: int) -> dict[str, LinearLayer]:
     inputs = [x for branch in branches if not isinstance(branch, Experts) for x in branch.projections()]
     first, *others = mixing = block.mixing.projections()
     every_row = [*others] if _is_single(first) else [*mixing]  # a separate query: only where needed
-    if not block.leaves_rows_out:
+    if not model.config.leaves_rows_out(0):
         every_row = [layer for path, layer in layers_of(model).items() if layer is not model.head]
     found: dict[str, LinearLayer] = {}
     for path, layer in layers_of(model).items():

@@ -13,6 +13,7 @@ from ..model.inspect.trace import own_gradients, record_pass
 from ..model.passes.arguments import Pass, Recorder, Within
 from ..model.passes.objective import Objective
 from ..model.passes.readout import target_rows
+from ..model.passes.router_losses import RouterLosses
 from ..ops import attention, embedding, linear
 from .wide_layers import WideLayers
 
@@ -25,13 +26,16 @@ class Recorded(dict[str, Tensor]):
     ):
         super().__init__()
         model = layers.model
+        self.routers = RouterLosses(model.config)
 
         def record(name: str, value: Tensor) -> None:
             layers.pause()
             self[name] = value
 
         with own_gradients(model.parameters()):
-            self.loss = record_pass(model, tokens, targets, lengths, record=record, objective=objective)
+            self.loss = record_pass(
+                model, tokens, targets, lengths, record=record, objective=objective, routers=self.routers
+            )
             self.grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def gradient(self, name: str, rows: slice | None = None) -> Tensor | None:
@@ -57,16 +61,23 @@ class ByHand(Mapping[str, Tensor]):
         own = [p for block in model.blocks for p in block.parameters()]
         if len(set(own)) < len(own):
             raise HandgradError("blocks share a parameter: the model can only be checked as a whole, in float64")
-        (self._piece,) = model.prepare(model.pack(tokens, lengths), targets, objective, complete=True).pieces
+        work = model.prepare(model.pack(tokens, lengths), targets, objective, complete=True)
+        (self._piece,), self.routers = work.pieces, work.routers
         self._layers, self._model, piece = layers, model, self._piece
         self._run = Pass(
-            attention.spans_of(piece.lengths), rotations=model.rotations(piece.positions, piece.lengths, torch.float64)
+            attention.spans_of(piece.lengths),
+            rotations=model.rotations(piece.positions, piece.lengths, torch.float64),
+            routers=self.routers,
         )
         self._latest: tuple[int, dict[str, Tensor], dict[str, Tensor | None]] = (-1, {}, {})
         self._tables: dict[str, Tensor] = {}  # gradients outside the blocks of which no rows are taken
         self.inputs = [layers.embeddings(piece.ids, piece.positions)]
+        if self.routers is not None:
+            self.routers.begin()
         for i in range(len(model.blocks)):
             self.inputs.append(layers.layer(i).forward(self.inputs[i], self._run)[0])
+        if self.routers is not None:
+            self.routers.counting = False
         self.deltas: dict[int, Tensor] = {}
         self.outside = {"a_0": piece.ids, **self._read_out(objective)}
 

@@ -130,6 +130,9 @@ class Checker:
             **self._gradients.relative(ENTRY_FLOOR),
             "loss": abs(self.loss - expected_loss) / max(abs(expected_loss), LOSS_FLOOR),
         }
+        if self.ours.routers is not None and self.reference.with_routers:
+            expected = self.reference.routers[1]
+            self.errors["losses of the routers"] = abs(self.ours.routers.total - expected) / expected
         self.expected_loss = expected_loss
         self.rounding = self._roundings.relative(NORM_FLOOR)
         self.rounding_limits = dict.fromkeys(self.rounding, TOLERANCE[dtype])

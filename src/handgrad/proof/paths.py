@@ -19,7 +19,7 @@ from ..model.inspect.trace import trace
 from ..model.layers.linear import Affine, Linear
 from ..model.passes.arguments import Pass
 from ..model.passes.example_gradients import ExampleNorms, ExamplePairs, ExamplesAgainst
-from ..model.passes.objective import MeanLoss, Objective
+from ..model.passes.objective import TEXT_LOSS, MeanLoss, Objective
 from ..model.storage.quantize import BITS, NUMBERS, quantize
 from ..ops import packed
 from ..ops.loss import NO_TARGET
@@ -82,7 +82,8 @@ def training_paths(model: GPT, batch: Batch, expected: Gradients, oracle: str) -
         "with a recorder": {"record": _discard},
         "recomputed blocks": {"recompute": "blocks"},
     }
-    if type(batch.objective) is MeanLoss:
+    with_routers = model.config.router_losses and batch.objective.routers
+    if type(batch.objective) is MeanLoss and not with_routers:
         runs["with norms of examples"] = {"examples": ExampleNorms(grads=True)}
     if len(model.pack(batch.tokens, batch.lengths).lengths) > 1:
         runs["in pieces"] = {"tokens_at_once": 1}
@@ -91,8 +92,12 @@ def training_paths(model: GPT, batch: Batch, expected: Gradients, oracle: str) -
         name: (lambda options=options: gradients_of(model, batch, **options))  # type: ignore[misc]
         for name, options in runs.items()
     }
-    if type(batch.objective) is MeanLoss:
+    if type(batch.objective) is MeanLoss and with_routers == model.config.router_losses:
         found["optimizer in backward"] = lambda: _gradients_for_optimizer(model, batch)
+    if with_routers:
+        found["routers counted first"] = lambda: gradients_of(
+            model, batch, routers=model.count_routers(batch.tokens, batch.lengths)
+        )
     about, limit = f"{len(expected[1])} gradients", TOLERANCE[model.dtype]
     for name, run in found.items():
         measure = lambda run=run: _worst(run(), expected, norm=model.dtype != torch.float64)  # noqa: E731
@@ -105,9 +110,10 @@ def example_paths(model: GPT, batch: Batch) -> Iterator[Path]:
     tokens, targets = (torch.split(x, [*packed.lengths]) for x in (packed.ids, batch.targets.reshape(-1)))
     counts = torch.tensor([float((x != NO_TARGET).sum()) for x in targets], dtype=torch.float64)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    text = TEXT_LOSS if type(batch.objective) is MeanLoss else batch.objective
 
     def measure() -> Outcome:
-        one = [Batch(x, y, None, batch.objective) for x, y in zip(tokens, targets, strict=True)]
+        one = [Batch(x, y, None, text) for x, y in zip(tokens, targets, strict=True)]
         # as parts of the batch, so that the same numbers are rounded
         grads = [gradients_of(model, x, n_targets=int(counts.sum()))[1] for x in one]
         rows = {p: torch.stack([x[name] for x in grads]).nan_to_num() for name, p in trained.items()}  # NaN: no target
@@ -115,7 +121,7 @@ def example_paths(model: GPT, batch: Batch) -> Iterator[Path]:
         inner = torch.stack([x.double().flatten(1) @ x.double().flatten(1).T for x in rows.values()]).sum(0)
         norms, pairs, against = ExampleNorms(), ExamplePairs(), ExamplesAgainst(rows)
         for examples in (norms, pairs, against):
-            gradients_of(model, batch, examples=examples)
+            gradients_of(model, batch._replace(objective=text), examples=examples)
         expected = inner * scale[:, None] * scale
         lengths = expected.diag().sqrt()
         floor = ENTRY_FLOOR * lengths.max()

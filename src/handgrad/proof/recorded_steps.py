@@ -152,6 +152,8 @@ class RecordedSteps:
         heads = ("q", "k", "v", *(f"delta_{x}" for x in ("q", "k", "v", "x_q", "x_k")))  # (h, n, w) → (n, h w)
         flat = {x: recorded[x].transpose(0, 1).flatten(1) for x in recorded if x.rpartition(".")[2] in heads}
         self.seen: dict[str, Tensor] = {**recorded, **flat}
+        routed = [x.double() for name, x in recorded.items() if name.endswith(".a_scores")]
+        self.terms = reference.terms_of(routed) if reference.with_routers else None
 
     @torch.enable_grad()
     def parts(self, errors: Sequence[Inside]) -> Iterator[list[Part]]:
@@ -196,6 +198,8 @@ class RecordedSteps:
             elif step.kind == "add":
                 steps.write(outputs[0], inputs[0] + step.scale * torch.stack(inputs[1:]).sum(0))
             elif step.kind in ("router", "experts"):
+                if step.kind == "router" and self.terms is not None:
+                    steps.total = steps.total + self.terms.of_block(inputs[0])
                 steps.write(outputs[0], self._mixture(step.kind, block.mlp, inputs, inside))
             elif step.kind == "mixture":
                 steps.write(outputs[0], mixed(*inputs))

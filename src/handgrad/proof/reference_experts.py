@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..model.config import ModelConfig
 from ..model.layers.experts import SELECTION, Experts
 from ..ops.routing import Routing
 
@@ -54,6 +55,28 @@ def _mixture(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
 
 
 MIXTURE_RULES = {"router": _router, "experts": _experts, "mixture": _mixture}
+
+
+class RouterTerms(NamedTuple):
+    """What the losses of the routers add to the mean loss: their coefficients, and what is constant in them."""
+
+    balance: float
+    z: float
+    share: Tensor  # (E)   choices of each expert per row, over the rows of all routers
+    rows: int
+
+    def of_block(self, scores: Tensor) -> Tensor:
+        """α E Σ_e f_e P_e + β mean(lse²), as far as they depend on one router's scores (n, E)"""
+        mean = F.softmax(scores, 1).sum(0) / self.rows
+        z = torch.logsumexp(scores, 1).square().sum() / self.rows
+        return self.balance * len(mean) * torch.dot(self.share, mean) + self.z * z
+
+
+def router_terms(config: ModelConfig, scores: list[Tensor], mixture: Mixture) -> RouterTerms:
+    """The terms of a batch whose routers have these scores (n, E) each."""
+    every = torch.cat(scores)
+    chosen = F.one_hot(choose(every, mixture), mixture.n_experts).sum((0, 1)).to(every)
+    return RouterTerms(config.balance_loss, config.z_loss, chosen / len(every), len(every))
 
 
 def choose(scores: Tensor, m: Mixture) -> Tensor:

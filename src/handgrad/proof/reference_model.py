@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model.gpt import GPT
+from ..model.layers.experts import Experts
 from ..model.layers.norms import Norm
 from ..model.passes.objective import MEAN_LOSS, Objective
 from ..model.steps import require, signal
@@ -29,6 +30,7 @@ from .reference import (
     reference_objective,
     weight_and_bias,
 )
+from .reference_experts import RouterTerms, mixture_of, router_terms
 from .wide_layers import WideLayers, row_groups
 
 Visit = Callable[[int, str, Tensor], Tensor]  # first row, name, activation → the activation to go on with
@@ -37,6 +39,18 @@ Visit = Callable[[int, str, Tensor], Tensor]  # first row, name, activation → 
 def unchanged(start: int, name: str, x: Tensor) -> Tensor:
     """Default visitor: do nothing."""
     return x
+
+
+def _scores_into(scores: list[Tensor], visit: Visit = unchanged) -> Visit:
+    """A visitor that also lists the scores of routers."""
+
+    def listing(start: int, name: str, x: Tensor) -> Tensor:
+        x = visit(start, name, x)
+        if name.endswith(".a_scores"):
+            scores.append(x)
+        return x
+
+    return listing
 
 
 class Part(NamedTuple):
@@ -64,8 +78,10 @@ def differentiate(
     a: Tensor,
     parameters: Sequence[Tensor] = (),
     upstream: Tensor | None = None,
+    added: Callable[[dict[str, list[Tensor]]], Tensor | float] = lambda seen: 0.0,
 ) -> _Derivatives:
-    """Autograd through f(a, visit) and its parameters, from the Δ of its output; None for a scalar."""
+    """Autograd through f(a, visit) and its parameters, from the Δ of its output; None for a scalar. `added` is a term that
+    depends on the activations."""
     seen: dict[str, list[Tensor]] = {}
 
     def visit(start: int, name: str, x: Tensor) -> Tensor:
@@ -75,7 +91,7 @@ def differentiate(
     with torch.enable_grad():
         leaf = a.detach().clone().requires_grad_()
         out = f(leaf, visit)
-        total = out if upstream is None else (out * upstream).sum()
+        total = (out if upstream is None else (out * upstream).sum()) + added(seen)
         wanted = [*(x for parts in seen.values() for x in parts), leaf, *parameters]
         grads = torch.autograd.grad(total, wanted, allow_unused=True)
     found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
@@ -106,6 +122,7 @@ class ReferenceModel:
         self.ids, self.positions, self.lengths = batch.ids, batch.positions, batch.lengths
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
         self.objective = reference_objective(objective, targets.reshape(-1).to(self.ids))
+        self.with_routers = model.config.router_losses and objective.routers
 
     # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,17 +135,35 @@ class ReferenceModel:
                 found.append(self._block(self.layers.layer(i), i, found[-1], unchanged))
         return found
 
+    @cached_property
+    def routers(self) -> tuple[RouterTerms, float]:
+        """The losses of the routers, whose counts do not change with small changes of the weights; and their value."""
+        seen: list[Tensor] = []
+        with torch.no_grad():
+            for i in range(self.model.config.n_blocks):
+                self._block(self.layers.layer(i), i, self.inputs[i], _scores_into(seen))
+        terms = self.terms_of(seen)
+        return terms, float(sum(terms.of_block(x) for x in seen))
+
+    def terms_of(self, scores: list[Tensor]) -> RouterTerms:
+        """The losses of the routers whose scores these are, one after the other."""
+        mlps = [block.mlp for block in self.model.blocks]
+        return router_terms(self.model.config, scores, mixture_of(next(x for x in mlps if isinstance(x, Experts))))
+
     def loss(self, visit: Visit = unchanged, first: int | None = None, layer: Any = None) -> Tensor:
         """The mean loss, or the objective, with every activation replaced by visit(…). It is computed from block `first`
-        on, with `layer` in its place; after the last block this is the final norm. None: from the embeddings."""
-        n = self.model.config.n_blocks
+        on, with `layer` in its place; after the last block this is the final norm. None: from the embeddings. The losses
+        of the routers that are computed are added."""
+        n, scores = self.model.config.n_blocks, list[Tensor]()
+        visit = _scores_into(scores, visit)
         a = self.layers.embeddings(self.ids, self.positions) if first is None else self.inputs[first]
         for i in range(first or 0, n):
             a = self._block(self.layers.layer(i) if layer is None or i != first else layer, i, a, visit)
         norm = self.layers.layer(n) if layer is None or first != n else layer
         a_11 = visit(0, "a_11", self._norm(norm, a))
         logits = torch.cat([affine(a_11, pair) for _, pair in self.layers.head_parts()], 1)
-        return self.objective(reference_logits(visit(0, "a_12", logits), self.choices))
+        value = self.objective(reference_logits(visit(0, "a_12", logits), self.choices))
+        return value + sum(self.routers[0].of_block(x) for x in scores) if self.with_routers else value
 
     def loss_with(self, name: str, change: Tensor, first: int) -> float:
         """The loss with `change` added to the activation of that name, in block `first`."""
@@ -206,9 +241,11 @@ class ReferenceModel:
         input."""
         n = self.model.config.n_blocks
         inputs = [[self.layers.embeddings(self.ids, self.positions)] * len(changes)]
+        scores: list[list[Tensor]] = [[] for _ in changes]
         for i in range(n):
-            block = self.layers.layer(i)
-            inputs.append([self._block(block, i, a, unchanged, x) for a, x in zip(inputs[-1], changes, strict=True)])
+            block, own = self.layers.layer(i), zip(inputs[-1], changes, scores, strict=True)
+            inputs.append([self._block(block, i, a, _scores_into(seen), x) for a, x, seen in own])
+        terms = [self.terms_of(seen) if self.with_routers else None for seen in scores]
         if changes[0] is None:
             self.inputs = [passes[0].detach() for passes in inputs]
         deltas: list[Any] = [None] * len(changes)
@@ -217,24 +254,37 @@ class ReferenceModel:
             parameters = self.layers.parameters(i, layer) if grads else {}
             parts = []
             for j, (a, change) in enumerate(zip(inputs.pop(), changes, strict=True)):
-                run = self._readout if i == n else self._differentiate_block
-                part, deltas[j] = run(layer, i, a, parameters, deltas[j], change)
+                if i == n:
+                    part, deltas[j] = self._readout(layer, a, parameters, change)
+                else:
+                    part, deltas[j] = self._differentiate_block(layer, i, a, parameters, deltas[j], change, terms[j])
                 parts.append(part)
             yield i, parts, deltas
             del parts  # of the head: as large as the vocabulary
 
     def _differentiate_block(
-        self, block: Any, i: int, a: Tensor, parameters: dict[str, nn.Parameter], delta: Tensor, change: Change | None
+        self,
+        block: Any,
+        i: int,
+        a: Tensor,
+        parameters: dict[str, nn.Parameter],
+        delta: Tensor,
+        change: Change | None,
+        terms: RouterTerms | None,
     ) -> tuple[Part, Tensor]:
         """a_1, Δ_10 → the tensors of a block, and Δ_1"""
-        found = differentiate(
-            lambda a, visit: self._block(block, i, a, visit, change), a, list(parameters.values()), delta
-        )
+
+        def added(seen: dict[str, list[Tensor]]) -> Tensor | float:
+            scores = seen.get(f"blocks.{i}.a_scores")
+            return 0.0 if terms is None or scores is None else terms.of_block(torch.cat(scores))
+
+        f = lambda a, visit: self._block(block, i, a, visit, change)  # noqa: E731
+        found = differentiate(f, a, list(parameters.values()), delta, added)
         values, deltas = ({x: self._joined(parts) for x, parts in y.items()} for y in (found.values, found.deltas))
         return Part(values, deltas, dict(zip(parameters, found.grads, strict=True))), found.delta
 
     def _readout(
-        self, norm: Norm, i: int, a: Tensor, parameters: dict[str, nn.Parameter], _: None, change: Change | None
+        self, norm: Norm, a: Tensor, parameters: dict[str, nn.Parameter], change: Change | None
     ) -> tuple[Part, Tensor]:
         """a_10 → the loss, Δ_12 and Δ_11, and Δ_10"""
         changed = change or (lambda x: x)

@@ -133,6 +133,8 @@ class _Verification:
         c, model = self.checker, self.model
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._add("Forward", "loss", "mean", "reference", c.limit, lambda: c.errors["loss"])
+        if (name := "losses of the routers") in c.errors:
+            self._add("Forward", name, "weighted sum", "reference", c.limit, lambda: c.errors[name])
         for section, oracle, names in (
             ("Forward", "reference", activation_names(model)),
             ("Error signals", "autograd", signal_names(model)[::-1]),

@@ -61,6 +61,8 @@ class TrainOptions:
     beta1: float = 0.9
     beta2: float = 0.99
     clip: float = 1.0  # 0: no clipping
+    balance_loss: float | None = None  # coefficients of the losses of a mixture's routers; default: the model's
+    z_loss: float | None = None
     update_inside: bool = False
     recompute: str = "none"
     dtype: str = "float32"

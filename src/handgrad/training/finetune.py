@@ -27,7 +27,7 @@ from ..text.format import TextFormat
 from ..text.tokenizer import Tokenizer
 from .config import FinetuneOptions, Recipe
 from .distributed import Ranks
-from .job import Display, Job, check_options, check_vocabulary, make_job, sources_of
+from .job import Display, Job, check_options, check_vocabulary, make_job, set_router_losses, sources_of
 
 
 def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
@@ -51,6 +51,7 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
         precision=options.precision, rounded=_nothing_but_adapters(options, directory),
     )  # fmt: skip
     check_vocabulary(tokenizer, model.config)
+    set_router_losses(model, options)
     if checkpoint is None:
         _choose_weights(model, options)
     if model.operand is not None and model.adapter is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import lora, optim
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files.tensors import read_tensors
 from ..formats.run_folder import OPTIMIZER, Checkpoint
 from ..model.config import ModelConfig
@@ -144,6 +144,17 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
     if tokenizer.n_vocab > config.n_vocab:
         raise HandgradError(
             f"the tokenizer has {tokenizer.n_vocab:,} ids and the model {config.n_vocab:,}: they do not belong together"
+        )
+
+
+def set_router_losses(model: GPT, options: TrainOptions) -> None:
+    """Set the coefficients that were given; raises if the model has no such router, or if examples are measured as well."""
+    given = {name: x for name in ("balance_loss", "z_loss") if (x := getattr(options, name)) is not None}
+    model.config = replace(model.config, **given)
+    if options.example_norms and model.config.router_losses:
+        raise HandgradError(
+            f"{option('example_norms', True)} measures every example, and the losses of the routers are of a batch: give"
+            f" {option('balance_loss', 0.0)} and {option('z_loss', 0.0)}, or leave it out"
         )
 
 

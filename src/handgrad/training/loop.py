@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import optim
 from ..errors import NonFiniteError, option
@@ -17,6 +17,7 @@ from ..inference.generate import generate
 from ..machine import peak_memory
 from ..model.names import part_of
 from ..model.passes.example_gradients import ExampleNorms
+from ..model.passes.router_losses import RouterLosses
 from ..optim import OptimizerInBackward
 from ..text.batches import Batches, hash64
 from . import checkpoint, example_report
@@ -48,11 +49,15 @@ class Interval:
         self.tokens, self.seconds = job.tokens, job.seconds
         self.flop = 0  # of this process
         self.losses: list[float] = []
+        self.routers: dict[str, list[float]] = {}  # losses of the routers
 
     def add(self, loss: float, lr: float, step: "Step") -> None:
         self.losses.append(loss)
         self.flop += step.flop
         self.lr, self.norm, self.norms = lr, step.norm, step.norms
+        if step.routers is not None:
+            for name, value in (("balance_loss", step.routers.balance), ("z_loss", step.routers.z)):
+                self.routers.setdefault(name, []).append(value)
 
     def record(self, job: Job) -> dict[str, Any]:
         seconds = job.seconds - self.seconds
@@ -61,7 +66,7 @@ class Interval:
             "tokens_per_second": (job.tokens - self.tokens) / seconds,
             "mfu": job.peak.mfu(self.flop, seconds) if job.peak else None,
             "tokens": job.tokens, "seconds": job.seconds, "memory": peak_memory(), "grad_norms": self.norms(),
-            "threads": torch.get_num_threads(),
+            "threads": torch.get_num_threads(), **{name: sum(x) / len(x) for name, x in self.routers.items()},
         }  # fmt: skip
 
 
@@ -121,6 +126,7 @@ class Step(NamedTuple):
     norm: float | None  # of the gradient, before clipping
     norms: Norms
     flop: int  # of this process
+    routers: RouterLosses | None = None  # of all processes
     examples: list[float] | None = None  # norms, then losses of the batch's examples; 0 for those of other processes
 
 
@@ -133,6 +139,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
     if job.rounding is not None:
         job.rounding.step = job.step
     examples = ExampleNorms(grads=True) if job.options.example_norms else None
+    routers = router_losses(job, ranks, tokens, lengths, seed)
 
     def of_examples() -> list[float] | None:
         if examples is None:
@@ -144,14 +151,14 @@ def take_step(job: Job, ranks: Ranks) -> Step:
 
     try:
         if isinstance(job.optimizer, OptimizerInBackward):
-            loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed, examples)
+            loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed, examples, routers)
             norm = job.optimizer.norm if job.options.clip else None
-            return Step(loss, norm, dict, job.flop(targets, lengths), of_examples())
+            return Step(loss, norm, dict, job.flop(targets, lengths), routers, of_examples())
         job.model.zero_grad()
         loss = job.model.loss_and_grads(
             tokens, targets, lengths,
             n_targets=n_targets, recompute=job.options.recompute, seed=seed, finished=ranks.all_reduce_async,
-            examples=examples,
+            examples=examples, routers=routers,
         )  # fmt: skip
         ranks.wait()
         each = {p: optim.norm(p.grad) for p in job.model.parameters() if p.grad is not None}
@@ -165,7 +172,17 @@ def take_step(job: Job, ranks: Ranks) -> Step:
             f" than {number(job.recipe.lr)} ({option('lr')})"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
-    return Step(loss, norm, partial(by_layer, job, each), job.flop(targets, lengths), of_examples())
+    return Step(loss, norm, partial(by_layer, job, each), job.flop(targets, lengths), routers, of_examples())
+
+
+def router_losses(job: Job, ranks: Ranks, tokens: Tensor, lengths: list[int] | None, seed: int) -> RouterLosses | None:
+    """The losses of the routers, if they are differentiated. Of several processes the rows of all are counted first."""
+    if not job.model.config.router_losses:
+        return None
+    if ranks.size == 1:
+        return RouterLosses(job.model.config)
+    own = job.model.count_routers(tokens, lengths, seed=seed).sums
+    return RouterLosses(job.model.config, own.new_tensor(ranks.total(*own.tolist())))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from ..text.downloads import default_corpus
 from ..text.tokenizer import Tokenizer
 from .config import Recipe, TrainOptions
 from .distributed import Ranks
-from .job import Display, Job, check_options, check_vocabulary, make_job, sources_of
+from .job import Display, Job, check_options, check_vocabulary, make_job, set_router_losses, sources_of
 
 
 def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
@@ -50,6 +50,7 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
         model = open_folder(directory, dtype, precision=precision)
     else:
         model = GPT(shape, seed=options.seed, dtype=dtype, precision=precision)
+    set_router_losses(model, options)
     batch = max(1, round((options.batch_tokens or 12 * context) / context))
     options = replace(options, batch_tokens=batch * context)
     recipe = _decide(options, batch, training, model.config.d_model)

@@ -26,6 +26,8 @@ def report(run: Run, examples: str = "") -> str:
     settings = run.settings()
     charts = [
         ("Loss", {"training": _curve(steps, "loss"), "validation": _curve(evaluations, "val_loss")}, False),
+        ("Balance loss of the routers", {"balance loss": _curve(steps, "balance_loss")}, False),
+        ("z-loss of the routers", {"z-loss": _curve(steps, "z_loss")}, False),
         ("Learning rate", {"learning rate": _curve(steps, "lr")}, False),
         ("Gradient norm by layer (log scale)", _by_layer(steps), True),
         ("Throughput, tokens per second", {"tokens per second": _curve(steps, "tokens_per_second")}, False),
@@ -62,7 +64,7 @@ def report(run: Run, examples: str = "") -> str:
 
 
 def _curve(records: list[dict[str, Any]], key: str) -> Curve:
-    return [(r["step"], r[key]) for r in records]
+    return [(r["step"], r[key]) for r in records if key in r]
 
 
 def _by_layer(steps: list[dict[str, Any]]) -> dict[str, Curve]:

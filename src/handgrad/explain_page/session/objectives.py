@@ -1,7 +1,7 @@
 """The objective of a traced sentence: from a request of the page, and in words."""
 
 from ...errors import HandgradError
-from ...model.passes.objective import MEAN_LOSS, LogitDifference, Objective, PositionLoss
+from ...model.passes.objective import TEXT_LOSS, LogitDifference, Objective, PositionLoss
 from ..json_types.model import Objective as Described
 from ..presentation.captions import quote
 from .session import Session, TracedSentence
@@ -18,7 +18,7 @@ def objective_of(session: Session, text: str, version: int, wanted: Wanted) -> O
     if kind not in KINDS:
         raise HandgradError(f"unknown objective {str(kind)[:40]!r}: choose one of {', '.join(KINDS)}")
     if kind == "sentence":
-        return MEAN_LOSS
+        return TEXT_LOSS
     position = wanted.get("position")
     if type(position) is not int:
         raise HandgradError("the objective needs the position of a token, counted from 0")
@@ -67,7 +67,7 @@ def describe(session: Session, sentence: TracedSentence) -> Described:
         found["kind"], found["position"] = "position", o.position
         target = text(int(sentence.targets[0, o.position]))
         found["label"] = f"the loss of {quote(target)}, {_place(session, sentence, o.position)}"
-    if found["kind"] != "sentence":
+    if found["kind"] != "sentence" or session.model.config.router_losses:
         found["python"] = f"hg.trace(model, tokens, targets, objective=hg.{o})"
     return found
 
@@ -84,6 +84,6 @@ def rows_after(sentence: TracedSentence) -> int:
 
 def about_rows_after(sentence: TracedSentence) -> str:
     """Why the error signal of these rows is 0."""
-    if sentence.objective == MEAN_LOSS:
+    if sentence.objective == TEXT_LOSS:
         return "the last row is 0, because the last token has no target"
     return f"the rows after position {rows_after(sentence)} are 0: the objective does not depend on them"

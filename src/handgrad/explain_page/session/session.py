@@ -25,7 +25,7 @@ from ...files.scratch import TensorFile
 from ...machine import trim_heap
 from ...model.gpt import GPT
 from ...model.inspect.layer_gradients import layer_gradients, layer_of
-from ...model.passes.objective import MEAN_LOSS, Objective
+from ...model.passes.objective import TEXT_LOSS, Objective
 from ...text.token_text import TokenText
 from ...text.tokenizer import Tokenizer
 from ..json_types.common import Token
@@ -59,7 +59,7 @@ class TracedSentence:
     ids: list[int]
     targets: Tensor  # (1, n), −100 at the last position
     trace: SentenceTrace
-    objective: Objective = MEAN_LOSS
+    objective: Objective = TEXT_LOSS
 
     @property
     def tokens(self) -> Tensor:
@@ -136,7 +136,7 @@ class Session:
 
     # ── sentences ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def sentence(self, text: str, version: int = 0, objective: Objective = MEAN_LOSS) -> TracedSentence:
+    def sentence(self, text: str, version: int = 0, objective: Objective = TEXT_LOSS) -> TracedSentence:
         """Return the sentence traced on that version of the weights for that objective, from the cache if possible."""
         ids = self.encode(text)
         id = hashlib.sha256(f"{version}\n{objective}\n{text}".encode()).hexdigest()[:16]

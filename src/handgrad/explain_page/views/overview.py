@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...model.passes.objective import MEAN_LOSS
+from ...model.passes.objective import TEXT_LOSS
 from ...model.steps import signal
 from ..exercises import offered_at
 from ..json_types.model import Flow, FlowPython, FlowRow, FormulaLine, Group, More, Overview, StationEntry, Table
@@ -89,7 +89,7 @@ def overview(session: Session, sentence: TracedSentence) -> Overview:
     return {
         "id": sentence.id, "text": sentence.text, "version": sentence.version,
         "steps": session.version(sentence.version).steps, "tokens": session.tokens(sentence.ids),
-        "loss": sum(losses) / len(losses) if sentence.objective != MEAN_LOSS else t.loss, "losses": losses,
+        "loss": sum(losses) / len(losses) if sentence.objective != TEXT_LOSS else t.loss, "losses": losses,
         "objective": describe(session, sentence),
         "flows": [
             {"id": s.id, "a": _lengths(sentence, () if s.kind == "loss" else s.a), "delta": _lengths(sentence, s.incoming)}

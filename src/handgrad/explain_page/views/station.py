@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...model.passes.objective import MEAN_LOSS, LogitDifference
+from ...model.passes.objective import TEXT_LOSS, LogitDifference
 from ...model.steps import signal
 from ..follow.follow import by_hand
 from ..follow.tensors import Tensors
@@ -204,4 +204,4 @@ def _about_push(session: Session, sentence: TracedSentence, t: int, row: Positio
         return "The last token has no target, so its row of Δ₁₂ is 0."
     push = sentence.trace["delta_12"][t, int(sentence.targets[0, t])].abs().item()
     mapped = not session.model.logit_map.identity
-    return captions.about_push(row, push, len(sentence.ids) - 1 if objective == MEAN_LOSS else 1, mapped)
+    return captions.about_push(row, push, len(sentence.ids) - 1 if objective == TEXT_LOSS else 1, mapped)

@@ -18,7 +18,7 @@ from ...files.scratch import TensorFile
 from ...model.gpt import GPT
 from ...model.inspect.edits import Edits
 from ...model.inspect.trace import Trace, edited_forward, gradients, own_gradients, record_pass
-from ...model.passes.objective import MEAN_LOSS, Objective
+from ...model.passes.objective import TEXT_LOSS, Objective
 from ..json_types.questions import Effects, MovedGradient, MovedSignal, NeuronEffect, WhatIf, WhatIfError, WhatIfMove
 from ..presentation import captions
 from ..presentation.chances import chance, log_chances
@@ -52,7 +52,7 @@ class Place:
         """Lines that make the same change to a tensor of that name, and what to compare then."""
         index = ", ".join(map(_written, self.index)) or "..."
         zero = f"def zero(x):\n    x[{index}] = 0\n    return x\n"
-        what = "" if objective == MEAN_LOSS else f"objective=hg.{objective}, "
+        what = "" if objective == TEXT_LOSS else f"objective=hg.{objective}, "
         run = f"hg.trace(model, tokens, targets, {what}edit="
         return f"{zero}\nbase = {run}{{}})\nchanged = {run}{{{name!r}: zero}})\n{compared}"
 

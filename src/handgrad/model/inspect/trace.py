@@ -20,6 +20,7 @@ from ..passes.arguments import Pass, Record
 from ..passes.objective import MEAN_LOSS, Objective
 from ..passes.options import Finished, PassOptions, no_hook
 from ..passes.readout import forward_at_once
+from ..passes.router_losses import RouterLosses
 from ..steps import Layer
 from .edits import Editor, Edits
 from .trace_html import trace_html
@@ -121,11 +122,12 @@ def record_pass(
     objective: Objective = MEAN_LOSS,
     edit: Edits | None = None,
     n_targets: int | None = None,
+    routers: RouterLosses | None = None,
 ) -> float:
     """Record every activation and error signal of one pass; return the value of the objective. The gradients are added into
     `.grad`; `finished` is called with the parameters of each layer as soon as theirs are final, and may free them."""
     editor = None if edit is None else Editor(edit, record)
-    options = PassOptions(finished=finished, record=record if editor is None else editor)
+    options = PassOptions(finished=finished, record=record if editor is None else editor, routers=routers)
     work = model.prepare(model.pack(tokens, lengths), targets, objective, n_targets, options, complete=True)
     value = model.differentiate(work, options)
     if editor is not None:

@@ -84,6 +84,8 @@ class Experts(Parts):
         scores = run.at("a_scores", self.router.forward(a_6, run))
         chosen = experts.choose(scores, self.routing, getattr(self.router.plain(), SELECTION, None))
         chosen = run.at("chosen", chosen)
+        if run.routers is not None:
+            run.routers.count(scores, chosen)
         gates = run.at("a_gates", experts.gates(scores, chosen, self.routing))
         a_9 = scores.new_zeros(len(a_6), self.router.plain().f_in)
         outputs: Tensor | None = None
@@ -125,12 +127,16 @@ class Experts(Parts):
         return run.at("a_9", a_9), saved
 
     def backward(self, delta_9: Tensor, saved: Saved, a_6: BranchInput, run: Pass) -> Tensor | None:
-        """Δ_9 → that of every expert's rows, and Δ_g → Δ_s; their sum over the experts and the router is Δ_6"""
+        """Δ_9 → that of every expert's rows, and Δ_g → Δ_s, to which the router's own losses add; their sum over the
+        experts and the router is Δ_6"""
         rows = Rows(a_6.tensor(), a_6.signal_needed)
         delta = torch.zeros_like(delta_9) if rows.signal_needed else None
         delta_g = self._backward_experts(delta_9, saved, rows, delta, run)
         delta_g = run.at("delta_gates", delta_g)
-        delta_s = run.at("delta_scores", experts.backward(delta_g, saved.scores, saved.chosen, self.routing))
+        delta_s = experts.backward(delta_g, saved.scores, saved.chosen, self.routing)
+        if run.routers is not None:
+            delta_s += run.routers.delta(saved.scores)
+        delta_s = run.at("delta_scores", delta_s)
         _backward_linear(self.router, delta_s, rows.a, delta, run)
         if self.has("shared"):
             self._backward_shared(delta_9, saved, rows, delta, run)

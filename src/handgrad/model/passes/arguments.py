@@ -14,6 +14,7 @@ from ..storage.weights import STORED, Weights
 
 if TYPE_CHECKING:
     from .example_gradients import PieceExamples
+    from .router_losses import RouterLosses
 
 Rows = slice | Tensor  # rows of the stream
 Rotations = tuple[tuple[Tensor, Tensor], ...]  # cos and sin (n, w/2) of every token's position, in the model's tables
@@ -112,6 +113,7 @@ class Pass(NamedTuple):
         None  # receives the factors of the gradients, if examples are measured one by one
     )
     dropout_rows: tuple[int, int] | None = None  # first row of the input, and how many rows share its mask
+    routers: "RouterLosses | None" = None  # counts the rows of a mixture's router, and adds its losses to Δ_s
 
     def at(self, name: str, x: Tensor) -> Tensor:
         """Show a tensor to the observer, if there is one, and return the tensor to go on with."""

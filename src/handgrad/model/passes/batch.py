@@ -130,8 +130,9 @@ def group(lengths: tuple[int, ...], at_once: float) -> list[tuple[int, ...]]:
     return [tuple(lengths) for lengths in groups]
 
 
-def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None) -> list[Piece]:
-    """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out."""
+def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None, every: bool = False) -> list[Piece]:
+    """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out, unless
+    `every` one is computed."""
     groups = group(batch.lengths, at_once)
     pieces = []
     start = first = 0
@@ -139,7 +140,7 @@ def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | Non
         here = slice(start, start + sum(lengths))
         start = here.stop
         rows = loss.rows_with_target(targets[here])
-        if len(rows):
+        if len(rows) or every:
             seed = None if dropout_seed is None else dropout_seed + start
             own = targets[here][rows]
             pieces.append(Piece(batch.ids[here], batch.positions[here], lengths, rows, own, seed, first, here.start))

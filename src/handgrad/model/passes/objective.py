@@ -8,7 +8,7 @@ Everything below Δ_12 follows by the same formulas. Rows are counted over all s
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class Objective(ABC):
     """The interface: what is divided by the number of targets and differentiated."""
 
     needs_logits: ClassVar[bool] = True  # False: Δ_12 does not depend on them, so they are not computed
+    routers = False  # whether the losses of a mixture's routers are differentiated as well
 
     def select(self, targets: Tensor, n_vocab: int) -> Tensor:
         """The targets of the rows that this objective reads; no target elsewhere."""
@@ -47,7 +48,10 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class MeanLoss(Objective):
-    """The mean loss over all targets."""
+    """The mean loss over all targets. The losses of a mixture's routers are added to what is differentiated, if the model
+    has coefficients for them, but not to the value; with `routers=False` they are left out."""
+
+    routers: bool = field(default=True, kw_only=True)
 
     def forward(self, logits: Tensor, at: TargetRows) -> Tensor:
         return loss.forward(logits, at.targets)
@@ -61,6 +65,7 @@ class PositionLoss(MeanLoss):
     """The loss of one target: position is its row."""
 
     position: int
+    routers: bool = field(default=False, init=False, repr=False)
 
     def select(self, targets: Tensor, n_vocab: int) -> Tensor:
         chosen = _only(targets, self.position)
@@ -99,7 +104,7 @@ class LogitDifference(Objective):
         return value, delta
 
 
-MEAN_LOSS = MeanLoss()
+MEAN_LOSS, TEXT_LOSS = MeanLoss(), MeanLoss(routers=False)
 
 
 def _only(targets: Tensor, position: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from ...errors import HandgradError, shown
 from .arguments import Observer, Record, Recorder, Unedited
 from .example_gradients import ExampleGradients
+from .router_losses import RouterLosses
 
 Finished = Callable[[list[nn.Parameter]], None]  # called with the parameters of a layer whose gradients are final
 
@@ -34,6 +35,8 @@ class PassOptions:
                 and changes nothing. An `Observer` may be given as well.
     examples    Measures the gradient of each sequence (see `example_gradients`). Only ExampleNorms(grads=True) fills `.grad`
                 as well.
+    routers     The losses of a mixture's routers of all calls that accumulate, as `GPT.count_routers` counts them, or a
+                RouterLosses(model.config), which this call fills. Either holds their values.
     """
 
     recompute: str = "none"
@@ -42,6 +45,7 @@ class PassOptions:
     finished: Finished = no_hook
     record: Record | Observer | None = None
     examples: ExampleGradients | None = None
+    routers: RouterLosses | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in ("none", "blocks"):
@@ -54,6 +58,8 @@ class PassOptions:
             raise HandgradError(f"tokens_at_once must be an integer of at least 1, not {shown(at_once)}")
         if not isinstance(self.examples, ExampleGradients | None):
             raise HandgradError(f"examples must be an ExampleNorms or another measurement, not {shown(self.examples)}")
+        if not isinstance(self.routers, RouterLosses | None):
+            raise HandgradError(f"routers must be what model.count_routers returns, not {shown(self.routers)}")
 
     @property
     def recomputes(self) -> bool:
