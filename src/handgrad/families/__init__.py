@@ -9,6 +9,7 @@ from .cohere import COHERE
 from .cohere2 import COHERE2
 from .dots1 import DOTS1
 from .ernie4_5 import ERNIE4_5
+from .exaone4 import EXAONE4
 from .family import Family
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -19,6 +20,7 @@ from .gpt2 import GPT2
 from .gpt_bigcode import GPT_BIGCODE
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
+from .gptj import GPTJ
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
 from .helium import HELIUM
@@ -28,6 +30,7 @@ from .minicpm import MINICPM
 from .ministral import MINISTRAL
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .nemotron import NEMOTRON
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmoe import OLMOE
@@ -50,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX,
         GRANITE, GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
         GPT_OSS, ARCEE, ERNIE4_5, GEMMA, GLM, GLM4, GPT_BIGCODE, HELIUM, MINISTRAL, PHI, SEED_OSS, STABLELM,
+        EXAONE4, GPTJ, NEMOTRON,
     )
 }  # fmt: skip
 
