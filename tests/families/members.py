@@ -60,6 +60,9 @@ MORE: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 500},
     "nemotron": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "hyperclovax": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 1.5,
+    },
     "gptj": {"n_embd": 24, "n_head": 3, "rotary_dim": 4},
     "phi3": {},
     "dots1": {
@@ -77,6 +80,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": {
         "query_pre_attn_scalar": 7, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
     },
+    "vaultgemma": {"query_pre_attn_scalar": 7, "sliding_window": 6, "final_logit_softcapping": 1.5},
     "gemma3_text": {"query_pre_attn_scalar": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "cohere": {"logit_scale": 0.3},
@@ -84,7 +88,7 @@ MORE: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
 # of attention, where torch's function can neither cap scores nor have sinks
-IMPLEMENTATION = {"gemma2": "eager", "gpt_oss": "eager", "gptj": "eager"}
+IMPLEMENTATION = dict.fromkeys(("gemma2", "gpt_oss", "gptj", "vaultgemma"), "eager")
 
 
 def implementations(family: str) -> dict[str, str]:
@@ -261,6 +265,7 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "hidden_size": 144, "max_position_embeddings": 128,
     },
     "granite, llama3": {"rope_parameters": LLAMA3, "hidden_size": 144, "max_position_embeddings": 128},
+    "hyperclovax, scores by the width of a head": {"attention_multiplier": None},
     "exaone4, no window": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "exaone4, default pattern, llama3": {"layer_types": None, "num_hidden_layers": 5, "rope_parameters": LLAMA3, **WIDE},
     "exaone4, no window, llama3": {

@@ -122,7 +122,7 @@ def assert_equal_steps(judge: Any, model: Any, batch: Batch) -> None:
 # feed-forward layers with other names or a dropout of their own, whose linear layers are replaced one by one
 LEFT = {
     "arcee": "ArceeMLP", "gpt_oss": "GptOssMLP", "phi": "PhiMLP", "seed_oss": "SeedOssMLP", "gptj": "GPTJMLP",
-    "nemotron": "NemotronMLP",
+    "nemotron": "NemotronMLP", "jais2": "Jais2MLP",
 }  # fmt: skip
 
 

@@ -24,6 +24,10 @@ from .gptj import GPTJ
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
 from .helium import HELIUM
+from .hyperclovax import HYPERCLOVAX
+from .internlm3 import INTERNLM3
+from .iquestcoder import IQUESTCODER
+from .jais2 import JAIS2
 from .lfm2 import LFM2
 from .llama import LLAMA
 from .minicpm import MINICPM
@@ -44,6 +48,7 @@ from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
+from .vaultgemma import VAULTGEMMA
 
 __all__ = ["FAMILIES", "HEADS", "Family", "full_name"]
 
@@ -53,7 +58,7 @@ FAMILIES: dict[str, Family] = {
         GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX,
         GRANITE, GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
         GPT_OSS, ARCEE, ERNIE4_5, GEMMA, GLM, GLM4, GPT_BIGCODE, HELIUM, MINISTRAL, PHI, SEED_OSS, STABLELM,
-        EXAONE4, GPTJ, NEMOTRON,
+        EXAONE4, GPTJ, NEMOTRON, HYPERCLOVAX, INTERNLM3, IQUESTCODER, JAIS2, VAULTGEMMA,
     )
 }  # fmt: skip
 
