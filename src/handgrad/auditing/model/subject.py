@@ -18,7 +18,7 @@ from ...families import full_name
 from ...formats.config_json import read_config
 from ...formats.huggingface import build
 from ...lora.config import LoRAConfig
-from ...lora.injection import adapters_of, layers_of, put
+from ...lora.injection import adapters_of, biases_of, layers_of, put
 from ...lora.layer import LoRA
 from ...lora.patterns import prepare_matches
 from ...lora.peft import config_of
@@ -266,6 +266,7 @@ def _pairs(
     layers = adapters_of(ours)
     held = [name.partition(".lora_")[0] for name in parameters if ".lora_" in name]
     original = {ours.config.table.as_in_files(full_name(name)): name for name in held}
+    biases = {} if ours.adapter is None else biases_of(ours, ours.adapter.bias, layers)
     freeze_down = ours.adapter is not None and _all_frozen(parameters, "lora_A", adapter)
     for name, _ in ours.named_parameters():
         path, _, kind = name.rpartition(".")
@@ -276,7 +277,7 @@ def _pairs(
             yield Tracked(theirs, parameters[theirs], name, kind != "magnitude", True, trains)
         else:
             theirs, p = found[name.replace(".base.", ".")]
-            saved = f".modules_to_save.{adapter}." in theirs
+            saved = f".modules_to_save.{adapter}." in theirs or name.replace(".base.", ".") in biases
             turned = theirs.endswith(transposed or ("\0",))
             yield Tracked(theirs, p, name, turned, saved, saved or p.requires_grad)
 
