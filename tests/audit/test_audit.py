@@ -53,7 +53,11 @@ def test_sound_models_pass(family: str, dtype: torch.dtype) -> None:
     assert report.worst < 0.6, "a sound model is nearly accused"
 
 
-@pytest.mark.parametrize(("family", "options"), [("gpt2", {}), ("llama", {"use_dora": True})], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("gpt2", {}), ("gpt2", {"bias": "all"}), ("llama", {"use_dora": True})],
+    ids=["lora", "biases", "dora"],
+)
 def test_sound_adapters_pass_with_their_set_up(family: str, options: dict[str, Any]) -> None:
     model = adapted(model_of(family, attention="sdpa"), family, **options)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gptj import modeling_gptj
 from transformers.utils import logging
 
 import handgrad as hg
@@ -29,7 +30,9 @@ LIMIT = 1e-8  # relative, in float64
 LENGTHS = [7, 1, 12]  # uneven, one of them a single token
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
-LLAMA_LIKE = tuple(family.name for family in FAMILIES.values() if family.fixed.get("positions") == "rotary")
+LLAMA_LIKE = tuple(
+    family.name for family in FAMILIES.values() if family.fixed.get("positions") == "rotary" and family.rope_types
+)
 # by our names; d/h is even as well, for a family whose table has no width of a head
 SIZES = {
     "n_vocab": 29, "n_context": 32, "d_model": 18, "d_hidden": 11, "n_blocks": 2, "n_heads": 9, "n_kv_heads": 3, "d_rho": 4,
@@ -55,6 +58,12 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     "helium": {"head_dim": 2, "num_key_value_heads": 3},  # its projection is as wide as the stream
     "ministral": {"sliding_window": 500},
+    "nemotron": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "hyperclovax": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 1.5,
+    },
+    "gptj": {"n_embd": 24, "n_head": 3, "rotary_dim": 4},
     "phi3": {},
     "dots1": {
         "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
@@ -71,6 +80,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": {
         "query_pre_attn_scalar": 7, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
     },
+    "vaultgemma": {"query_pre_attn_scalar": 7, "sliding_window": 6, "final_logit_softcapping": 1.5},
     "gemma3_text": {"query_pre_attn_scalar": 7, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "cohere": {"logit_scale": 0.3},
@@ -78,7 +88,7 @@ MORE: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
 # of attention, where torch's function can neither cap scores nor have sinks
-IMPLEMENTATION = {"gemma2": "eager", "gpt_oss": "eager"}
+IMPLEMENTATION = dict.fromkeys(("gemma2", "gpt_oss", "gptj", "vaultgemma"), "eager")
 
 
 def implementations(family: str) -> dict[str, str]:
@@ -255,6 +265,14 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "hidden_size": 144, "max_position_embeddings": 128,
     },
     "granite, llama3": {"rope_parameters": LLAMA3, "hidden_size": 144, "max_position_embeddings": 128},
+    "hyperclovax, scores by the width of a head": {"attention_multiplier": None},
+    "exaone4, no window": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "exaone4, default pattern, llama3": {"layer_types": None, "num_hidden_layers": 5, "rope_parameters": LLAMA3, **WIDE},
+    "exaone4, no window, llama3": {
+        "sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3, **WIDE,
+    },
+    "nemotron, llama3": {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}, **WIDE},
+    "gptj, tied, whole heads": {"tie_word_embeddings": True, "rotary_dim": 8, "n_inner": 7},
     "cohere2, default pattern": {"layer_types": None, "num_hidden_layers": 5},
     "ernie4_5, biases": {"use_bias": True},
     "stablelm, biases": {"use_qkv_bias": True},
@@ -284,10 +302,11 @@ PLAIN = {
 }
 # One family of every mechanism: plain, fused matrices, norms of q and k, unrotated blocks, two norms of a branch and a local
 # rotation, caps, norms after the branches, parallel branches with one norm and with two, scales, LayerNorm with a plain
-# feed-forward part, experts shared behind a gate, experts chosen by groups beside a dense block. make long: all families.
+# feed-forward part, the same with gains 1 + w, experts shared behind a gate, experts chosen by groups beside a dense block.
+# make long: all families.
 MECHANISMS = (
     "gpt2", "llama", "phi3", "qwen3", "smollm3", "gemma3_text", "gemma2", "olmo2", "cohere", "gpt_neox", "granite",
-    "starcoder2", "qwen2_moe", "dots1",
+    "starcoder2", "qwen2_moe", "dots1", "nemotron",
 )  # fmt: skip
 ALL = os.environ.get("HANDGRAD_FAMILIES") == "all"
 # one of each family; of each mechanism; and whatever differs from them in more than how many queries share a key
@@ -325,10 +344,16 @@ def opened(name: str, folder: Path, **changes: Any) -> tuple[Any, hg.GPT]:
 def randomize(network: torch.nn.Module) -> None:
     """Turn the network to float64 and add N(0, 0.3²) to every parameter."""
     generator = torch.Generator().manual_seed(3)
+    for module in network.modules():
+        if type(module).__name__ == "NemotronLayerNorm1P":  # which transformers begins with a gain of 1 + 1
+            torch.nn.init.zeros_(module.weight)
     with torch.no_grad():
         biases = [x for name, x in network.double().named_buffers() if name.endswith(SELECTION)]
         for parameter in (*network.parameters(), *biases):
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+_SINGLE = torch.get_default_dtype()
 
 
 @contextlib.contextmanager
@@ -338,7 +363,11 @@ def float_means_double() -> Iterator[None]:
         mock.patch.object(torch, "float32", torch.float64),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
-        yield
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(_SINGLE)
 
 
 def in_float64(network: Any) -> Any:
@@ -357,6 +386,10 @@ def in_float64(network: Any) -> Any:
         if kind.endswith("RotaryEmbedding"):
             with float_means_double():
                 module.__init__(module.config)
+        if kind == "GPTJAttention":
+            with float_means_double():
+                of = modeling_gptj.create_sinusoidal_positions
+                module.embed_positions = of(module.max_positions, module.pos_embd_dim)
         if hasattr(module, "scalar_embed_scale"):
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
         casts = ("RotaryEmbedding", "RMSNorm", "Attention", "Router")

@@ -74,6 +74,7 @@ ONE_BLOCK = {
     "lfm2": {"num_hidden_layers": 2},
     "gpt_bigcode": {"n_layer": 1},
     "cohere2": {"layer_types": ["sliding_attention"]},
+    "exaone4": {"layer_types": ["sliding_attention"]},
     "gemma3_text": {"layer_types": ["sliding_attention"]},
     "olmo3": {"layer_types": ["full_attention"]},
     "granitemoehybrid": {"layer_types": ["attention"]},

@@ -9,6 +9,7 @@ from members import (
     LENGTHS,
     LIMIT,
     TYPICAL,
+    assert_equal_gradients,
     batch,
     family_of,
     from_folder,
@@ -17,6 +18,7 @@ from members import (
     opened,
     their_gradients,
     their_logits,
+    their_tensors,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -108,6 +110,43 @@ def test_merged_adapter_is_the_model_that_peft_merges(name: str, tmp_path: Path)
     assert set(merged) == set(expected)
     for tensor in expected:
         assert relative_error(merged[tensor], expected[tensor]) <= LIMIT, tensor
+
+
+@pytest.mark.parametrize("name", ["gpt2, tied", "gptj, tied", "gpt_neox, tied", "nemotron, biases", "gpt_oss, window"])
+@pytest.mark.parametrize(("bias", "kind"), [("all", "plain"), ("lora_only", "dora")])
+def test_biases_that_train_with_an_adapter_in_both_directions(name: str, bias: str, kind: str, tmp_path: Path) -> None:
+    base, ours = opened(name, tmp_path / "m")
+    targets = layers_of(name)[1:3]
+    options = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=targets, bias=bias, **KINDS[kind])
+    theirs = get_peft_model(base, options).double().eval()
+    perturb(theirs, seed=5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hg.lora.load(ours, tmp_path / "theirs")
+    tokens, targets_ = batch()
+    assert relative_error(ours.logits(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS)) <= LIMIT
+
+    loss, their_grads = their_gradients(theirs, tokens, targets_, LENGTHS)
+    expected = {n.replace(".base_layer.", "."): g for n, g in factors(their_grads).items() if n.endswith(".bias")}
+    assert ours.loss_and_grads(tokens, targets_, LENGTHS) == pytest.approx(loss, rel=LIMIT)
+    named = {n.replace(".base.", "."): p for n, p in ours.named_parameters() if p.requires_grad}
+    found = {n: p.grad for n, p in named.items() if n.endswith(".bias")}
+    assert expected and len(named) == len(their_grads)
+    assert_equal_gradients(found, expected)  # type: ignore[arg-type]
+
+    for parameters in ([p for p in model.parameters() if p.requires_grad] for model in (ours, theirs)):
+        torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4).step()
+    theirs.save_pretrained(tmp_path / "after")
+    hg.lora.save(ours, tmp_path / "ours")
+    after, mine = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("after", "ours"))
+    assert set(mine) == set(after)
+    assert all(relative_error(mine[x], after[x], floor=1e-4) <= LIMIT for x in after)
+
+    reopened = PeftModel.from_pretrained(from_folder(tmp_path / "m"), tmp_path / "ours").eval()
+    assert relative_error(ours.logits(tokens, LENGTHS), their_logits(reopened, tokens, LENGTHS)) <= LIMIT
+    hg.lora.merge(ours)
+    merged, parts = reopened.merge_and_unload(), dict(ours.named_parameters())
+    for tensor, value in their_tensors(merged).items():
+        assert tensor not in parts or relative_error(parts[tensor], value, floor=1e-4) <= LIMIT, tensor
 
 
 def test_all_linear_selects_the_seven_layers_of_a_block_but_not_the_head(tmp_path: Path) -> None:

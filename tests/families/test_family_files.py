@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import handgrad as hg
+from handgrad.errors import HandgradError
 from handgrad.families import Family
 from handgrad.proof.oracles import relative_error
 
@@ -82,6 +84,31 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def copy_of(originals: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     return lambda family: shutil.copytree(originals[family], tmp_path / family)
+
+
+def test_exaone_without_a_block_that_has_the_window(tmp_path: Path) -> None:
+    """No block is rotated then, which a file without a window cannot say: ours says so itself."""
+    transformers_model("exaone4, window", layer_types=["full_attention"] * 2).save_pretrained(tmp_path / "m")
+    assert_opened_alike(tmp_path / "m")
+    model = hg.load(tmp_path / "m", dtype="float64")
+    hg.save(model, tmp_path / "ours")
+    assert model.config.unrotated == (0, 1) and hg.load(tmp_path / "ours").config == model.config
+
+
+@pytest.mark.parametrize(
+    "field", [{"rope_theta": 500.0}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}], ids=str
+)
+def test_gptj_has_fixed_frequencies(field: dict[str, Any], copy_of: Callable[[str], Path]) -> None:
+    """transformers ignores these fields in GPT-J's files, so that reading them would change the model."""
+    folder = copy_of("gptj")
+    model = hg.load(folder, dtype="float64")
+    edit(folder, **field)
+    with pytest.raises(HandgradError, match=f"{next(iter(field))} is .*does not implement for model_type gptj"):
+        hg.load(folder)
+    other = hg.GPT(replace(model.config, rope_base=500.0))
+    hg.save(other, folder.parent / "ours")
+    assert json.loads((folder.parent / "ours" / "config.json").read_text())["model_type"] == "handgrad"
+    assert hg.load(folder.parent / "ours").config == other.config
 
 
 # ── both directions ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,6 +185,7 @@ OMITTED: dict[str, dict[str, Any]] = {
     "stablelm": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "granitemoehybrid": {"num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 5,
                          "mamba_n_heads": 1},
+    "nemotron": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "ministral": {"head_dim": 2, "sliding_window": 4096}, "helium": {"head_dim": 2, "num_key_value_heads": 8},
 }  # fmt: skip
 

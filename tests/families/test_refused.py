@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import handgrad as hg
 from handgrad.families import FAMILIES
@@ -18,6 +19,11 @@ def test_nothing_is_both_read_and_refused() -> None:
 def test_transformers_knows_all_of_them() -> None:
     assert set(REFUSED) <= set(CONFIG_MAPPING_NAMES)
     assert set(FAMILIES) - set(CONFIG_MAPPING_NAMES) == {"minicpm"}
+
+
+def test_every_language_model_of_transformers_is_read_or_refused_by_what_it_needs() -> None:
+    """A new version of transformers shows here what is new in it."""
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(FAMILIES) - set(REFUSED) == set()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -178,6 +178,10 @@ def test_what_a_file_cannot_hold_is_refused_before_training() -> None:
     with pytest.raises(HandgradError, match=r"cannot hold model.norm, trained in full \(modules_to_save\)"):
         gguf_export.check(model)
     lora.remove(model)
+    lora.inject(model, rank=2, bias="all")
+    with pytest.raises(HandgradError, match="cannot hold biases"):
+        gguf_export.check(model)
+    lora.remove(model)
     lora.inject(model, rank=2, dora=True)
     with pytest.raises(HandgradError, match="cannot hold DoRA's magnitude of"):
         gguf_export.check(model)

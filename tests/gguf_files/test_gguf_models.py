@@ -124,6 +124,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_neox", "head_dim": None, "num_key_value_heads": None, "layer_norm_eps": 1e-5,
         "use_parallel_residual": False, "rope_parameters": PARTLY,
     },
+    "nemotron": {"model_type": "nemotron", "norm_eps": 1e-5, "attention_bias": True, "rope_parameters": PARTLY},
+    "exaone4": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "rope_parameters": PARTLY},
     "phi3, longrope, window": {
         "model_type": "phi3", "pad_token_id": 0, "sliding_window": 7, "rope_parameters": LONGROPE,
@@ -140,10 +142,10 @@ def make(name: str) -> PreTrainedModel:
     choices = MODELS[name] if name == "gpt2" else SMALL | MODELS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**{k: v for k, v in choices.items() if v is not None})
+        AutoConfig.for_model(**{k: v for k, v in choices.items() if v is not None or k == "sliding_window"})
     )
     perturb(model)  # biases and gains too
-    if "gemma" in name:  # 1 + w is a float32
+    if "gemma" in name or "nemotron" in name:  # 1 + w is a float32
         for parameter in model.parameters():
             parameter.data = (parameter.data * 4096).round() / 4096
     return model.double().eval()
@@ -173,7 +175,7 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:
         if "query_key_value" in name:
             heads = config.num_attention_heads
             w = w.reshape(heads, 3, -1, *w.shape[1:]).swapaxes(0, 1).reshape(w.shape)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             w = w + 1
         found = names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
@@ -197,7 +199,8 @@ def metadata(config: Any) -> dict[str, Any]:
         for field in ("norm_eps", "norm_epsilon", "layer_norm_eps", "rms_norm_eps")
         if (x := getattr(config, field, 0))
     )
-    norm = "layer_norm" if hasattr(config, "layer_norm_eps") or hasattr(config, "norm_epsilon") else "layer_norm_rms"
+    centered = config.model_type == "nemotron" or hasattr(config, "layer_norm_eps") or hasattr(config, "norm_epsilon")
+    norm = "layer_norm" if centered else "layer_norm_rms"
     values = {
         "vocab_size": config.vocab_size, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,

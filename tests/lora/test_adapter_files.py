@@ -10,6 +10,7 @@ import torch
 import handgrad as hg
 from handgrad import lora
 from handgrad.files.manifest import FILE
+from handgrad.lora.peft import ranks_of
 
 
 def small_model() -> hg.GPT:
@@ -48,6 +49,7 @@ def edit_tensors(edit: Any) -> Any:
 
 
 HEAD = "base_model.model.lm_head.weight"
+BIAS = "base_model.model.transformer.ln_f.bias"
 LORA_A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
 
 
@@ -59,7 +61,10 @@ LORA_A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
         (lambda f: (f / "adapter_config.json").write_text("[]"), "object"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x10" * 40), "adapter_model.safetensors"),
-        (edit_config(peft_type="LOHA"), "LOHA"), (edit_config(bias="all"), "bias"),
+        (edit_config(peft_type="LOHA"), "LOHA"),
+        (edit_config(bias="all"), "bias is missing, which an adapter with bias=all trains"),
+        (edit_config(bias="some"), "lora_only"), (edit_config(bias=["all"]), "lora_only"),
+        (edit_tensors(lambda t: t.update({BIAS: torch.zeros(8)})), "does not list in"),
         (edit_config(lora_bias=True), "lora_bias"),
         (edit_config(r=3), "lora_A of transformer.h.0.attn.c_attn is (2, 8)"), (edit_config(r="x"), "rank"),
         (edit_config(rank_pattern=[1]), "rank_pattern must be a dict"),
@@ -87,6 +92,28 @@ def test_broken_adapter_is_rejected_and_leaves_the_model_unchanged(tmp_path: Pat
     assert message in str(error.value) and str(folder) in str(error.value)
     assert {n: p.requires_grad for n, p in model.named_parameters()} == dict.fromkeys(before, True)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(("bias", "count"), [("all", 2 * (8 + 24 + 8 + 8 + 32 + 8) + 8), ("lora_only", 2 * 24)])
+def test_biases_are_planned_and_written(bias: str, count: int, tmp_path: Path) -> None:
+    model = small_model()
+    lora.inject(model, 2, targets="c_attn", bias=bias)
+    lora.save(model, tmp_path / "a")
+    factors = 2 * 2 * (8 + 24)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == factors + count
+    assert ranks_of(tmp_path / "a") == (dict.fromkeys(lora.adapters_of(model), 2), count)
+    again = small_model()
+    lora.load(again, tmp_path / "a")
+    assert again.adapter.bias == bias
+    trained = [{n for n, p in x.named_parameters() if p.requires_grad} for x in (again, model)]
+    assert trained[0] == trained[1]
+
+
+def test_biases_of_a_model_without_any_are_not_asked_for() -> None:
+    model = hg.GPT(hg.preset("nano-llama", n_blocks=1))
+    with pytest.raises(hg.HandgradError, match="bias=all trains nothing"):
+        lora.inject(model, 2, bias="all")
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_save_does_not_overwrite_other_folders(tmp_path: Path) -> None:

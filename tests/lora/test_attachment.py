@@ -22,6 +22,7 @@ OPTIONS: list[dict[str, object]] = [
     {"dora": True},
     {"modules_to_save": ["ln_f", "lm_head"]},
     {"modules_to_save": ["wte"]},
+    {"bias": "all", "modules_to_save": ["ln_f"]},
 ]
 
 

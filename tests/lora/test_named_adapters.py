@@ -86,9 +86,10 @@ def test_rows_of_each_adapter() -> None:
 def test_what_cannot_be_loaded_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
     save_adapter(make_model(d_model=24), tmp_path / "other")
     save_adapter(make_model(**SHAPE), tmp_path / "full", modules_to_save=("ln_f",))
+    save_adapter(make_model(**SHAPE), tmp_path / "biases", bias="lora_only")
     model = make_model(**SHAPE)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    for name, reason in (("other", "belongs to another model"), ("full", "modules_to_save")):
+    for name, reason in (("other", "belongs to another model"), ("full", "modules_to_save"), ("biases", "bias=")):
         with pytest.raises(hg.HandgradError, match=reason):
             load_named(model, {**folders, name: tmp_path / name})
         assert {n: p.requires_grad for n, p in model.named_parameters()} == dict.fromkeys(before, True)

@@ -52,6 +52,9 @@ FORMS: dict[str, dict[str, Any]] = {
         "rotary_neighbors": True, "rotary_width": 2,
     },
     "one norm before, a gain 1 + w": {"family": "gemma", **PLAIN_RMS, "gain_offset": 1.0, "embedding_scale": 2.0},
+    "a LayerNorm of gain 1 + w": {
+        "family": "nemotron", **PLAIN_RMS, "norm": "layer", "gated": False, "activation": "relu2", "gain_offset": 1.0,
+    },
     "longrope": {
         "family": "phi3", **PLAIN_RMS, "rotary_width": 2,
         "rope_scaling": Scaling("longrope", 2.0, 8, short_factor=(1.5,), long_factor=(4.0,)),

@@ -98,7 +98,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
         ["--dora", "--dropout", 0.2],
         ["--full"],
         ["--full", "--dtype", "float64"],
-        ["--update-inside", "--dropout", 0.2],
+        ["--update-inside", "--dropout", 0.2, "--bias", "all"],
         ["--targets", "lm_head"],
         ["--optimizer", "muon", "--dora"],
     ],

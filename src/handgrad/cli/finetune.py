@@ -39,6 +39,8 @@ OPTIONS: Options = {
         "freeze_down": "Train the adapters' up factors only (LoRA-FA).",
         "modules_to_save": "Layers trained in full and saved with the adapter, by the end of their name, as in PEFT: ln_f,"
         " or norm for every norm of a Llama.",
+        "bias": "Biases trained and saved with the adapter: all of the model, or lora_only, those of layers with adapters."
+        " [default: none]",
     },
     "Length": {
         "epochs": "Passes over the examples. [default: 3]",

@@ -41,10 +41,12 @@ class Family:
     forms: Mapping[str, str] = field(default_factory=dict)  # field of config.json → how ours follows from it
     windows: str = ""  # blocks with a sliding window: as `_windowed` of config_json.py reads them; "": none can have
     pattern: int = 0  # every n-th block has no window, unless the file lists them
-    unrotated: str = ""  # "every block without a window", "listed blocks": those whose queries and keys are not rotated
+    # those whose queries and keys are not rotated: "listed blocks", "every block without a window", or the same with ", if
+    # there is one"
+    unrotated: str = ""
     local_rope: bool = False  # blocks with a window have their own frequencies, which are not scaled
     rotary_share: float | None = None  # of a head's features, where the file can say another one
-    rope_types: tuple[str, ...] = ROPE_TYPES  # that transformers knows for it
+    rope_types: tuple[str, ...] = ROPE_TYPES  # that transformers knows for it; none: its files say no frequencies
     stacked_experts: bool = False  # its files hold all experts of a block in two tensors
     block_kinds: tuple[str, ...] = ()  # in layer_types, of a family whose files list them and whose blocks are alike
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default

@@ -24,6 +24,7 @@ _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
 _KINDS = ("full_attention", "sliding_attention")
+_BESIDE = "every block without a window"
 # Fields of other families that some files carry, with the value that changes nothing.
 _NEUTRAL = {
     "partial_rotary_factor": 1.0, "is_causal": True, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
@@ -144,7 +145,7 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
     known = {*_NO_EFFECT, *family.no_effect, *family.fields, *family.only, *family.written, *family.defaults}
     own = raw.get("handgrad")
     choices = {**family.fixed, **(own if isinstance(own, dict) else {})}
-    known |= set(_ROPE) if choices.get("positions") == "rotary" else set()
+    known |= set(_ROPE) if choices.get("positions") == "rotary" and family.rope_types else set()
     known |= set(_WINDOW) if family.windows else set()
     known |= {"layer_types"} if family.block_kinds else set()
     known |= {"original_max_position_embeddings"} if "longrope" in family.rope_types else set()
@@ -207,7 +208,7 @@ def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
         width = None
     blocks = _windowed(raw, config, family, kinds)
     found: dict[str, Any] = {}
-    if family.unrotated == "every block without a window":
+    if family.unrotated.startswith(_BESIDE) and (width is not None or family.unrotated == _BESIDE):
         found["unrotated"] = tuple(i for i in range(config.n_blocks) if i not in blocks)
     if width is not None and blocks:
         found |= {"window": width, "windowed": None if len(blocks) == config.n_blocks else blocks}
@@ -258,7 +259,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         **{field: _value(config, field, ours) for field, ours in family.fields.items()},
         **{field: only for field, only in family.only.items() if only is not None},
         **family.written,
-        **(rope_fields(config) if config.positions == "rotary" else {}),
+        **(rope_fields(config) if _tells_rotation(config) else {}),
         **_layer_fields(config),
         **expert_fields(config),
         # the defaults hold for the family's own vocabulary only; otherwise generation_config.json has the ids
@@ -274,7 +275,10 @@ def _value(config: ModelConfig, field: str, ours: tuple[str, ...]) -> object:
         return _converted(config.table.forms[field], getattr(config, ours[0]), vars(config), field, back=True)
     if ours == ("activation",):
         return _HF_ACTIVATION[config.activation]
-    explicit = {"d_rho": config.query_width, "n_kv_heads": config.kv_heads, "d_expert": config.expert_width}
+    explicit = {
+        "d_rho": config.query_width, "n_kv_heads": config.kv_heads, "d_expert": config.expert_width,
+        "rotary_width": config.rotary_width_of_head,
+    }  # fmt: skip
     if config.table.defaults.get("n_inner", ...) is ...:  # GPT-2's files may leave the width out
         explicit["d_hidden"] = config.hidden_width
     return explicit.get(ours[0], getattr(config, ours[0]))
@@ -284,7 +288,7 @@ def _own(config: ModelConfig) -> dict[str, Any]:
     """Choices that the family's config.json cannot express."""
     family = config.table
     told = {name for ours in family.fields.values() for name in ours} | {"family"}
-    told |= {"rope_base", "rope_scaling"} if config.positions == "rotary" else set()
+    told |= {"rope_base", "rope_scaling"} if _tells_rotation(config) else set()
     told |= {"local_rope_base"} if family.local_rope and config.local_rope_base is not None else set()
     told |= {"rotary_width"} if family.rotary_share is not None else set()
     if "embedding_scale" in family.fixed and config.embedding_scale == math.sqrt(config.d_model):
@@ -308,10 +312,16 @@ def _own(config: ModelConfig) -> dict[str, Any]:
     return own
 
 
+def _tells_rotation(config: ModelConfig) -> bool:
+    """Whether config.json says by which frequencies queries and keys are rotated."""
+    return config.positions == "rotary" and config.table.rope_types != ()
+
+
 def _tells_unrotated(config: ModelConfig) -> bool:
     """Whether config.json says which blocks do not rotate."""
-    if config.table.unrotated == "every block without a window":
-        return config.unrotated == tuple(i for i in range(config.n_blocks) if config.window_of(i) is None)
+    if config.table.unrotated.startswith(_BESIDE):
+        others = tuple(i for i in range(config.n_blocks) if config.window_of(i) is None)
+        return config.unrotated == (others if config.window or config.table.unrotated == _BESIDE else ())
     return config.table.unrotated == "listed blocks"
 
 

@@ -84,7 +84,9 @@ _OLMO = {name: layer for name, layer in _BLOCK.items() if not name.endswith("_no
     "attn_q_norm": Layer("self_attn.q_norm", ("queries",)),
     "attn_k_norm": Layer("self_attn.k_norm", ("keys",)),
 }
-_STARCODER = {name: layer for name, layer in _BLOCK.items() if name != "ffn_gate"} | {
+_EXAONE = _OLMO | _QK_NORMS
+_PLAIN = {name: layer for name, layer in _BLOCK.items() if name != "ffn_gate"}
+_STARCODER = _PLAIN | {
     "ffn_up": Layer("mlp.c_fc", ("hidden", "d")),
     "ffn_down": Layer("mlp.c_proj", ("d", "hidden")),
 }
@@ -214,6 +216,12 @@ ARCHITECTURES = {
         biases=("output_norm", *_NEOX_BLOCK), eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
         activation=("hidden_act", "gelu"), keys={"use_parallel_residual": "use_parallel_residual"},
         needed=("use_parallel_residual",), partial=True, by_head="attn_qkv", own_head=True,
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", _EXAONE, whole_width=True, unread=""),
+    "nemotron": Architecture(
+        "NemotronForCausalLM", _PLAIN, biases=("output_norm", "attn_norm", "ffn_norm"), gain_offset=1, partial=True,
+        choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP[1:]}, eps=("attention.layer_norm_epsilon", "norm_eps"),
+        activation=("hidden_act", "relu2"), whole_width=True, own_head=True,
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM", _PHI, windowed=("Phi3ForCausalLM", "phi3"), partial=True, whole_width=True,

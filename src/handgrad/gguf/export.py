@@ -250,7 +250,7 @@ def _packed(architecture: Architecture, layer: str, w: Tensor, head_width: int, 
         w = w[interleaved_order(len(w), head_width)]
     if layer == architecture.by_head:
         w = w[by_head_order(len(w), len(w) // (3 * head_width)).argsort()]
-    if architecture.gain_offset and layer.endswith("norm"):
+    if architecture.gain_offset and layer.endswith("norm") and name.endswith(".weight"):
         w = w + architecture.gain_offset
     if _is_transposed(architecture, layer, w):
         w = w.t()

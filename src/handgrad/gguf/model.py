@@ -138,6 +138,10 @@ def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any]
         config[choice] = any(f"blk.0.{layer}.bias" in file.tensors for layer in layers)
     if name == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
         config |= {"no_rope_layer_interval": 4, "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(blocks)]}
+    if name == "exaone4":
+        if blocks == 64:
+            given.refuse("block_count", "and llama.cpp gives a model of 64 blocks windows; only others are supported")
+        config |= {"sliding_window": None, "layer_types": ["full_attention"] * blocks}
     if architecture.wide_from:
         config["query_pre_attn_scalar"] = d // heads if blocks == architecture.wide_from else d_head
     if architecture.model_class == "GraniteForCausalLM":
@@ -321,7 +325,7 @@ def _tensors(
             stored = _transposed(stored)
         if name.endswith("shortconv.conv.weight"):  # (d, 1, L) in Hugging Face's files
             stored = Stored("F32", (shape[0], 1, shape[1]), dequantize(stored).contiguous().view(torch.uint8))
-        if architecture.gain_offset and layer.endswith("norm"):
+        if architecture.gain_offset and name.endswith("norm.weight"):
             gain = dequantize(stored) - architecture.gain_offset
             stored = Stored("F32", shape, gain.view(torch.uint8))
         tensors[hf_name] = stored

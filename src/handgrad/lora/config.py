@@ -7,6 +7,7 @@ from ..checks import check_integer, check_number, is_number
 from ..errors import HandgradError
 from .patterns import matches, prepare_matches
 
+BIASES = ("none", "all", "lora_only")
 MAX_PATTERNS, MAX_PATTERN_LENGTH = 4096, 1000  # in a configuration, which may come from a file
 
 
@@ -24,6 +25,7 @@ class LoRAConfig:
     dropout: float = 0.0  # of the adapter's input, while training
     freeze_down: bool = False  # LoRA-FA: train only the up factor
     modules_to_save: tuple[str, ...] = ()  # layers trained in full and saved with the adapter
+    bias: str = "none"  # biases that train: "all" of the model, or "lora_only" those of layers with adapters
 
     def __post_init__(self) -> None:
         targets = (self.targets,) if isinstance(self.targets, str) else self.targets
@@ -44,6 +46,9 @@ class LoRAConfig:
                 check_number("alpha", alpha, what)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise HandgradError(f"the dropout of an adapter must be at least 0 and below 1, not {self.dropout!r}")
+
+        if self.bias not in BIASES:
+            raise HandgradError(f"the biases that train with an adapter are {', '.join(BIASES)}, not {self.bias!r}")
 
     def rank_of(self, name: str) -> int:
         return self.rank_pattern.get(_pattern_for(name, self.rank_pattern), self.rank)

@@ -14,6 +14,8 @@ def check(model: GPT) -> None:
     """Raise if the adapters of the model cannot be written as a GGUF file."""
     for name in model.adapter.modules_to_save if model.adapter is not None else ():
         raise HandgradError(f"a GGUF adapter cannot hold {name}, trained in full (modules_to_save): merge the adapter")
+    if model.adapter is not None and model.adapter.bias != "none":
+        raise HandgradError(f"a GGUF adapter cannot hold biases (bias={model.adapter.bias}): merge the adapter")
     adapters = adapters_of(model)
     for name, layer in adapters.items():
         if layer.magnitude is not None:

@@ -60,6 +60,7 @@ def inject(
     dropout: float = 0.0,
     freeze_down: bool = False,
     modules_to_save: Iterable[str] = (),
+    bias: str = "none",
     seed: int = 0,
 ) -> list[str]:
     """Freeze the model, add an adapter to each layer that `targets` selects (see `choose`), and return their names. The
@@ -73,12 +74,13 @@ def inject(
     freeze_down       train the up factors only (LoRA-FA)
     modules_to_save   layers trained in full and saved with the adapter: ("ln_f",); ends of names, as in PEFT: ("norm",) is
                       every norm of a Llama
+    bias              biases trained and saved with the adapter: "all" of the model, or "lora_only" those of layers with one
     seed              seed of the down factors
     """
     named = targets if isinstance(targets, str) else tuple(targets)
     config = LoRAConfig(
         rank, alpha, named, rank_pattern or {}, alpha_pattern or {}, rslora, dora, dropout, freeze_down,
-        tuple(modules_to_save),
+        tuple(modules_to_save), bias,
     )  # fmt: skip
     return apply(model, config, seed)
 
@@ -93,6 +95,9 @@ def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = Fal
     for module in model.modules():
         if getattr(module, "packed", None) is not None and module in full:
             raise HandgradError("modules_to_save names a layer whose weights are packed: load the model unpacked")
+    biases = biases_of(model, config.bias, names)
+    if config.bias != "none" and not biases and not any_rank:
+        raise HandgradError(f"bias={config.bias} trains nothing, because these layers have no bias: leave it out")
     layers = layers_of(model)
     for name in () if any_rank else names:
         most = min(layers[name].effective_weight().shape)
@@ -113,8 +118,17 @@ def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = Fal
         model.untie()  # only one of the two uses of the matrix trains
     for module in full:
         module.requires_grad_(True)
+    for b in biases.values():
+        b.requires_grad_(True)
     model.adapter = config
     return names
+
+
+def biases_of(model: GPT, kind: str, adapted: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The biases by name that train with adapters of these layers, as PEFT chooses them: no tensor of experts is one."""
+    own = {f"{name}.bias" for name in adapted} if kind == "lora_only" else set()
+    named = {name.replace(".base.", "."): p for name, p in model.named_parameters() if name.endswith(".bias")}
+    return {name: p for name, p in named.items() if (kind == "all" or name in own) and ".experts." not in name}
 
 
 def remove(model: GPT) -> None:

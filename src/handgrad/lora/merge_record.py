@@ -66,9 +66,10 @@ def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
     for p, (trained, grad) in before.items():
         p.requires_grad_(trained)
         p.grad = grad
-    if config.modules_to_save:
+    replaced = [*config.modules_to_save, *([] if config.bias == "none" else ["biases"])]
+    if replaced:
         raise HandgradError(
-            f"{adapter} replaced {', '.join(config.modules_to_save)} completely, and the original is not stored: this merge"
+            f"{adapter} replaced {', '.join(replaced)} completely, and the original is not stored: this merge"
             " cannot be undone"
         )
     if config.dora and set(norms) != set(adapters):

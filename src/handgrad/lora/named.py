@@ -102,10 +102,10 @@ def load_named(model: GPT, folders: Mapping[str, str | Path]) -> None:
     loaded: dict[str, dict[str, LoRA]] = {}
     trained = [p for p in model.parameters() if p.requires_grad]
     for name, folder in folders.items():
-        if read_config(Path(folder)).modules_to_save:
-            raise HandgradError(
-                f"{folder} trains layers in full (modules_to_save), which cannot share a base: load it alone, or merge it"
-            )
+        config = read_config(Path(folder))
+        if config.modules_to_save or config.bias != "none":
+            what = "layers in full (modules_to_save)" if config.modules_to_save else f"biases (bias={config.bias})"
+            raise HandgradError(f"{folder} trains {what}, which cannot share a base: load it alone, or merge it")
         try:
             load(model, folder, load_head_copy=False)
             _check_copies(model, Path(folder))

@@ -26,7 +26,7 @@ from ..gguf.file import is_gguf
 from ..model.gpt import GPT
 from .config import LoRAConfig
 from .experts import split_by_expert
-from .injection import adapters_of, apply, layers_of, modules_to_save
+from .injection import adapters_of, apply, biases_of, layers_of, modules_to_save
 from .patterns import is_inside, matches, prepare_matches
 
 T = TypeVar("T")
@@ -58,7 +58,8 @@ def save(model: GPT, path: str | Path) -> None:
 def write(model: GPT, folder: Path) -> None:
     """Write both files into a new folder."""
     tensors: dict[str, Tensor] = {}
-    for name, adapter in adapters_of(model).items():
+    adapters = adapters_of(model)
+    for name, adapter in adapters.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.down.t()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = adapter.up.t()
         if adapter.magnitude is not None:
@@ -66,6 +67,10 @@ def write(model: GPT, folder: Path) -> None:
     for name, module in modules_to_save(model).items():
         for kind, p in module.named_parameters(recurse=False):
             tensors[f"{PREFIX}{name}.{kind}"] = p
+    for name, p in biases_of(model, model.adapter.bias, adapters).items():
+        layer = _layer(name)
+        inside = layer in adapters and layer not in modules_to_save(model)
+        tensors[f"{PREFIX}{layer}{'.base_layer' if inside else ''}.bias"] = p
     ready = {name: t.detach().contiguous() for name, t in tensors.items()}
     save_file(ready, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(_peft_config(model), indent=2) + "\n", encoding="utf-8")
@@ -88,7 +93,7 @@ def _peft_config(model: GPT) -> dict[str, object]:
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "fan_in_fan_out": any(adapter.base.in_out for adapter in adapters_of(model).values()),
-        "bias": "none",
+        "bias": config.bias,
         "modules_to_save": list(config.modules_to_save) or None,
         "init_lora_weights": True,
         **({"handgrad": {"freeze_down": True}} if config.freeze_down else {}),
@@ -150,7 +155,11 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
         if not config.dora and "lora_magnitude_vector" in parts:
             raise HandgradError(f"{file}: {name} has a magnitude, but {CONFIG} does not say use_dora")
     _check_rest(model, config, rest | copies, file)
-    unlisted = [name for name in rest if not any(is_inside(_layer(name), end) for end in config.modules_to_save)]
+    biases = biases_of(model, config.bias, factors)
+    for name in biases.keys() - rest.keys() - copies.keys():
+        raise HandgradError(f"{file}: {name} is missing, which an adapter with bias={config.bias} trains")
+    own = rest.keys() - biases.keys()
+    unlisted = [name for name in own if not any(is_inside(_layer(name), end) for end in config.modules_to_save)]
     if unlisted:
         raise HandgradError(f"{file}: contains {unlisted[0]}, which {CONFIG} does not list in modules_to_save")
     config = replace(
@@ -184,8 +193,6 @@ def config_of(raw: dict[str, Any], file: Path) -> LoRAConfig:
     """A parsed adapter_config.json → the adapter it describes. Messages name `file`."""
     if raw.get("peft_type") != "LORA":
         raise HandgradError(f"{file}: peft_type is {shown(raw.get('peft_type'))}; only LORA is supported")
-    if raw.get("bias", "none") != "none":
-        raise HandgradError(f"{file}: bias is {shown(raw['bias'])}; only 'none' is supported")
     for field, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list), ("handgrad", dict)):
         if raw.get(field) is not None and not isinstance(raw[field], kind):
             raise HandgradError(f"{file}: {field} must be a {kind.__name__}, not {shown(raw[field])}")
@@ -217,6 +224,7 @@ def config_of(raw: dict[str, Any], file: Path) -> LoRAConfig:
             dropout=raw.get("lora_dropout", 0.0),
             freeze_down=flag(own, "freeze_down"),
             modules_to_save=tuple(raw.get("modules_to_save") or ()),
+            bias=raw.get("bias", "none"),
         )
     except KeyError as missing:
         raise HandgradError(f"{file} has no field {missing}") from None
@@ -231,7 +239,9 @@ def is_adapter(folder: Path) -> bool:
 
 def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     """The rank of each layer's adapter, and the number of trained parameters besides the factors."""
-    factors, rest, _ = _read_sorted(folder / TENSORS)
+    factors, rest, copies = _read_sorted(folder / TENSORS)
+    if read_config(folder).bias != "none":
+        rest |= {name: t for name, t in copies.items() if name.endswith(".bias")}
     others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
     named = sorted(factors, key=lambda name: name in HEADS)  # the head comes last
     ranks = {name: len(factors[name]["lora_A"]) for name in named if "lora_A" in factors[name]}

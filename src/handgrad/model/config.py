@@ -64,7 +64,7 @@ class ModelConfig:
     out_bias: bool = True  # of w_3
     mlp_bias: bool = True
     norm_bias: bool = True  # of LayerNorm
-    gain_offset: float = 0.0  # 1: an RMSNorm multiplies by 1 + weight
+    gain_offset: float = 0.0  # 1: norms multiply by 1 + weight
     qk_norm: bool = False  # RMSNorm of every head's queries and keys, before the rotation
     qk_norm_joint: bool = False  # of all heads together instead of each
     parallel: bool = False  # a_10 = a_1 + a_4 + a_9: attention and feed-forward read one tensor
@@ -158,8 +158,6 @@ class ModelConfig:
                 )
         if type(self.gain_offset) not in (int, float) or self.gain_offset not in (0, 1):
             raise HandgradError(f"gain_offset must be 0 or 1, not {self.gain_offset!r}")
-        if self.gain_offset and self.norm != "rms":
-            raise HandgradError("gain_offset belongs to RMSNorm: choose norm='rms', or leave it out")
         if self.qkv_by_head and self.kv_heads != self.n_heads:
             raise HandgradError("qkv_by_head needs as many heads of keys as of queries: leave out n_kv_heads")
         if self.qk_norm_joint and not self.qk_norm:
@@ -254,7 +252,7 @@ class ModelConfig:
         scaling = self.rope_scaling
         if not isinstance(scaling, Scaling) or scaling.rope_type not in ROPE_TYPES:
             raise HandgradError(f"rope_scaling must be a Scaling of the type {', '.join(ROPE_TYPES)}, not {scaling!r}")
-        if scaling.rope_type not in self.table.rope_types:
+        if scaling.rope_type not in ("default", *self.table.rope_types):
             raise HandgradError(f"rope_scaling of the type {scaling.rope_type} is not defined for {self.family}")
         for name, value in scaling._asdict().items():
             if name in ("rope_type", "truncate") or (value is None and name not in ("factor", "low_freq_factor")):

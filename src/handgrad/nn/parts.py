@@ -164,12 +164,13 @@ class LayerNorm(Part, nn.LayerNorm):
 
 
 class NormPart(Part):
-    """A norm of transformers with one parameter."""
+    """A norm of transformers' own."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         w: Any = self.weight
+        b: Any = getattr(self, "bias", None)
         how: NormKind = self.__dict__["_handgrad_norm"]
-        reason = self.why_not(hidden_states, w)
+        reason = self.why_not(hidden_states, w, b)
         if reason:
             fell_back(self, reason)
             return super().forward(hidden_states)  # type: ignore[no-any-return]
@@ -178,7 +179,8 @@ class NormPart(Part):
             dtype = torch.float32  # in which 1 + w keeps the digits of w
         x, gain = hidden_states.to(dtype), w.to(dtype) + how.offset if how.offset else w.to(dtype)
         if how.centered:
-            out = functions.layer_norm(x, gain, torch.zeros_like(gain), float(how.eps(self)))
+            bias = torch.zeros_like(gain) if b is None else b.to(dtype)
+            out = functions.layer_norm(x, gain, bias, float(how.eps(self)))
         else:
             out = functions.rms_norm(x, gain, float(how.eps(self)))
         return _unless_observed(self, out.to(hidden_states.dtype) if how.narrow else out)

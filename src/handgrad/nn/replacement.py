@@ -225,7 +225,7 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
         fits = len(me.normalized_shape) == 1 and me.bias is not None
         return (parts.LayerNorm, "") if fits else (None, "not a norm over one dimension with weight and bias")
     if _of_a_family(me):
-        if kind.endswith("Norm"):
+        if kind.endswith(("Norm", "LayerNorm1P")):
             return (parts.NormPart, "") if norm_kind(me) else (None, f"no hand-derived {kind}")
         if kind.endswith("MLP"):
             return _feed_forward(me)

@@ -142,6 +142,7 @@ DEFAULT_ADAPTER = LoRAConfig(targets=("all-linear",))
 ADAPTER_TYPES: dict[str, Any] = {
     "full": bool, "rank": int, "alpha": float | None, "targets": tuple[str, ...], "rslora": bool, "dora": bool,
     "dropout": float, "freeze_down": bool, "modules_to_save": tuple[str, ...],
+    "bias": str,
 }  # fmt: skip
 
 

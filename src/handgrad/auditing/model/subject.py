@@ -19,7 +19,7 @@ from ...formats.config_json import read_config
 from ...formats.huggingface import build
 from ...formats.stacked_experts import Piece, split_name
 from ...lora.config import LoRAConfig
-from ...lora.injection import adapters_of, layers_of, put
+from ...lora.injection import adapters_of, biases_of, layers_of, put
 from ...lora.layer import LoRA
 from ...lora.patterns import prepare_matches
 from ...lora.peft import config_of
@@ -300,6 +300,7 @@ def _pairs(
     layers = adapters_of(ours)
     held = [name.partition(".lora_")[0] for name in parameters if ".lora_" in name]
     original = {ours.config.table.as_in_files(full_name(name)): name for name in held}
+    biases = {} if ours.adapter is None else biases_of(ours, ours.adapter.bias, layers)
     freeze_down = ours.adapter is not None and _all_frozen(parameters, "lora_A", adapter)
     for name, _ in ours.named_parameters():
         path, _, kind = name.rpartition(".")
@@ -309,8 +310,9 @@ def _pairs(
             trains = not (freeze_down and kind == "down")
             yield Tracked(theirs, Held(theirs, parameters[theirs]), name, kind != "magnitude", True, trains)
         else:
-            own = found[name.replace(".base.", ".")]
-            saved = f".modules_to_save.{adapter}." in own.name
+            plain = name.replace(".base.", ".")
+            own = found[plain]
+            saved = f".modules_to_save.{adapter}." in own.name or plain in biases
             turned = own.name.endswith(transposed or ("\0",))
             yield Tracked(own.title, own, name, turned, saved, saved or own.parameter.requires_grad)
 

@@ -62,18 +62,21 @@ class Norm(Hookless, ABC):
 
 
 class LayerNorm(Norm, nn.LayerNorm):  # torch's too: by its class transformers.Trainer exempts it from weight decay
-    """weight and bias (d), or no bias"""
+    """weight and bias (d), or no bias; an `offset` as RMSNorm has it"""
 
-    def __init__(self, d: int, eps: float, device: torch.device | None = None, *, bias: bool = True):
+    def __init__(
+        self, d: int, eps: float, device: torch.device | None = None, *, bias: bool = True, offset: float = 0.0
+    ):
         super().__init__(d, eps, bias=bias, device=device)
+        self.offset = offset
 
     def forward(  # type: ignore[override]
         self, a: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, layernorm.Saved]:
-        return layernorm.forward(a, self.weight, self.bias, self.eps, dtype)
+        return layernorm.forward(a, self.gain, self.bias, self.eps, dtype)
 
     def rebuild_output(self, saved: layernorm.Saved, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        return layernorm.rebuild(saved, self.weight, self.bias, dtype)
+        return layernorm.rebuild(saved, self.gain, self.bias, dtype)
 
     def backward(self, delta: Tensor, a_bar: Tensor, saved: layernorm.Saved, run: Pass = PLAIN) -> Tensor:
         if run.examples is not None:
@@ -83,7 +86,7 @@ class LayerNorm(Norm, nn.LayerNorm):  # torch's too: by its class transformers.T
                 self.weight.grad = layernorm.grad_w(delta, a_bar, self.weight.grad)
             if self.bias is not None and self.bias.requires_grad:
                 self.bias.grad = layernorm.grad_b(delta, self.bias.grad)
-        return layernorm.backward(delta, a_bar, saved.inv_sigma, self.weight)
+        return layernorm.backward(delta, a_bar, saved.inv_sigma, self.gain)
 
     def statistics(self, saved: layernorm.Saved) -> dict[str, Tensor]:
         return {"mu": saved.mu, "sigma": 1 / saved.inv_sigma, "a_bar": layernorm.normalized(saved)}
@@ -124,5 +127,5 @@ class RMSNorm(Norm):
 def norm_of(config: ModelConfig, device: torch.device | None) -> LayerNorm | RMSNorm:
     """A norm of the residual stream, as this model has them."""
     if config.norm == "layer":
-        return LayerNorm(config.d_model, config.eps, device, bias=config.norm_bias)
+        return LayerNorm(config.d_model, config.eps, device, bias=config.norm_bias, offset=config.gain_offset)
     return RMSNorm(config.d_model, config.eps, device, offset=config.gain_offset)
