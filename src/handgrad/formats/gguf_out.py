@@ -5,6 +5,7 @@ splitting text that GGUF cannot express is refused before anything is written. T
 under the names and with the metadata that it has; those that are in the wanted type already are copied.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -152,10 +153,14 @@ def _repacked(path: Path, wanted: str | None) -> tuple[dict[str, Value], dict[st
     tied = "output.weight" not in file.tensors
     tensors = {}
     for name, stored in file.tensors.items():
-        block = int(name.split(".")[1]) if name.startswith("blk.") else -1
+        if re.fullmatch(r"blk\.\d+\.ffn_\w+\.\d+\.weight", name):
+            raise HandgradError(
+                f"{path} has a tensor for every expert, which llama.cpp opens no more: write a directory with"
+                f" {option('out')}, and then a GGUF file of that"
+            )
         kind = stored.kind
         if wanted is not None and len(stored.shape) > 1:
-            kind = type_for(name.split(".")[-2], block, n_blocks, stored.shape, wanted, tied)
+            kind = type_for(name, n_blocks, stored.shape, wanted, tied)
         tensors[name] = Planned(kind, stored.shape, partial(_repack, stored, kind, name))
     return metadata, tensors
 
@@ -276,13 +281,17 @@ def _rounded(x: float) -> float:
 def _notes(config: ModelConfig, read: Mapping[str, Any]) -> list[str]:
     """What llama.cpp computes otherwise for this architecture."""
     notes = []
-    ignored = read["model_type"] in ("mistral", "phi3", "starcoder2")
+    ignored = read["model_type"] in ("mistral", "mixtral", "phi3", "starcoder2")
     if ignored and config.window is not None and config.window < config.n_context:
         notes.append(
             f"llama.cpp computes this architecture without a window: texts beyond {config.window:,} tokens differ"
         )
     if read["model_type"] == "gpt_neox":
         notes.append("llama.cpp computes GELU by its tanh form in this architecture: logits differ in the third digit")
+    if read["model_type"] == "gpt_oss" and config.rope_scaling.rope_type == "yarn":
+        notes.append(
+            "llama.cpp begins and ends the blend of yarn's frequencies at whole features, and this model does not"
+        )
     if config.rope_scaling.rope_type == "longrope":
         n = config.rope_scaling.original_max_position_embeddings
         notes.append(
