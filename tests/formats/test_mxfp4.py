@@ -133,5 +133,5 @@ def test_other_quantized_files_are_refused(folder: Path) -> None:
     in_mxfp4(folder)
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(HandgradError, match="quantization_config is .*which this version does not implement"):
+    with pytest.raises(HandgradError, match=r"quantization_config is .*which this version does not implement"):
         hg.load(folder)

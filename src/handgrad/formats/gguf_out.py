@@ -20,9 +20,9 @@ from torch import Tensor
 from .. import lora
 from ..errors import HandgradError, option, shown
 from ..gguf.export import export, general
-from ..gguf.file import GGUFFile, Stored, dequantize, is_gguf, open_gguf
+from ..gguf.file import GGUFFile, Stored, is_gguf, open_gguf
 from ..gguf.model import read_model
-from ..gguf.quantize import FILE_TYPES, check_type, pack, type_for
+from ..gguf.quantize import EXPERTS, FILE_TYPES, check_type, pack, type_for
 from ..gguf.tokenizer import read_tokenizer
 from ..gguf.tokenizer_export import TokenizerMetadata, tokenizer_metadata
 from ..gguf.writing import REMEDY, Planned, Value, check_new, typed, write
@@ -34,6 +34,7 @@ from ..text import format as text_format
 from ..text.endings import end_ids
 from ..text.tokenizer import Tokenizer
 from .config_json import config_json, read_config
+from .gguf_model import unpacked
 from .huggingface import read_directory, stored_dtype
 from .merge import open_merged
 from .models import base_of, tokenizer_folder, weights_folder
@@ -73,7 +74,7 @@ def write_gguf(model: str, out: Path, kind: str | None = None) -> Written:
     wanted = None if kind is None else check_type(kind)
     folder = weights_folder(model)
     if is_gguf(folder):
-        return _finish(out, *_repacked(folder, wanted), [])
+        return _finish(out, *_repacked(folder, wanted), [], wanted)
     base = base_of(folder) if lora.is_adapter(folder) else None
     texts = _tokenizer_path(folder)
     source = _directory(folder) if base is None else _merged(folder, base)
@@ -93,10 +94,16 @@ def write_gguf(model: str, out: Path, kind: str | None = None) -> Written:
     _check_config(config, read_config(planned.config, out))
     metadata = {"general.name": typed(out.stem), **planned.metadata}
     notes = spoken.notes + _raw_notes(known) + _notes(config, planned.config)
-    return _finish(out, metadata, planned.tensors, notes)
+    return _finish(out, metadata, planned.tensors, notes, wanted)
 
 
-def _finish(out: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Planned], notes: list[str]) -> Written:
+def _finish(
+    out: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Planned], notes: list[str], wanted: str | None
+) -> Written:
+    if wanted == EXPERTS and not any(tensor.kind == EXPERTS for tensor in tensors.values()):
+        raise HandgradError(
+            f"{option('type', wanted)} is for experts whose width is a multiple of 32, and this model has none: choose Q8_0"
+        )
     write(out, metadata, tensors)
     return Written(out.stat().st_size, dict(Counter(tensor.kind for tensor in tensors.values())), notes)
 
@@ -166,7 +173,7 @@ def _repacked(path: Path, wanted: str | None) -> tuple[dict[str, Value], dict[st
 
 
 def _repack(stored: Stored, kind: str, name: str) -> Tensor:
-    return stored.data if stored.kind == kind else pack(dequantize(stored), kind, name)
+    return stored.data if stored.kind == kind else pack(unpacked(stored), kind, name)
 
 
 def _typed_metadata(file: GGUFFile, prefix: str) -> dict[str, Value]:

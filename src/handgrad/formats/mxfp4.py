@@ -1,7 +1,7 @@
 """The experts of gpt-oss's published files, in MXFP4: two tensors for each stack of matrices.
 
-    gate_up_proj_blocks (E, 2f, d/32, 16), down_proj_blocks (E, d, f/32, 16)    uint8, two floats of 4 bits each, the low first
-    the same with _scales, without the last size                                 uint8, e of a group of 32: 2^(e − 127)
+    gate_up_proj_blocks (E, 2f, d/32, 16), down_proj_blocks (E, d, f/32, 16)    bytes of two floats of 4 bits, the low first
+    the same with _scales, without the last size                                bytes e, of groups of 32: 2^(e − 127)
 
 They are unpacked to bfloat16, which holds them exactly.
 """
@@ -52,8 +52,8 @@ def unpacked_headers(headers: Mapping[str, Header]) -> dict[str, Header]:
 
 
 def unpacked(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors, those in MXFP4 unpacked when it is their turn: (E, f_in, f_out) in bfloat16, as gpt-oss's other files have
-    them."""
+    """All tensors, those in MXFP4 unpacked when it is their turn: (E, f_in, f_out) in bfloat16, as other files of gpt-oss
+    have them."""
     for name, x in tensors.items():
         if name.endswith(_BLOCKS):
             whole = name.removesuffix(_BLOCKS)

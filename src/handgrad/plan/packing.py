@@ -73,7 +73,7 @@ def buffers(config: ModelConfig, kinds: Kinds) -> tuple[int, int]:
 
 def uses(config: ModelConfig, kinds: Kinds, groups: int, of_expert: float = 2) -> dict[tuple[str, Shape], float]:
     """How often a step unpacks matrices of each type and shape: those of a block once in each pass, those of an expert
-    `of_expert` times, that of the head twice for each of the `groups` of rows; a head that is not divided into parts once."""
+    `of_expert` times, that of the head twice for each of the `groups` of rows; one that is not divided into parts once."""
     found: defaultdict[tuple[str, Shape], float] = defaultdict(float)
     of_head = 2 * groups if config.n_vocab > ROWS_OF_PART else 1
     for name, kind in kinds.items():
