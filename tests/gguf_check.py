@@ -275,7 +275,7 @@ def check_greedy(
     """Greedy continuations: equal up to the first step where llama.cpp's two largest logits are closer than `limit`."""
     n = 50
     for ids, steps in zip(prompts, llama.ask(model=str(path), greedy=prompts, n=n)["steps"], strict=True):
-        made = hg.generate(model, torch.tensor([ids]), n, stop_at_end=False)[0, len(ids) :].tolist()
+        made = hg.generate(model, torch.tensor([ids]), n, stop_at_end=False)[0].tolist()
         at = next((i for i, (id, step) in enumerate(zip(made, steps, strict=True)) if id != step[0]), None)
         if at is None:
             results.line(f"{path.name}, greedy", True, f"{n} tokens equal")
