@@ -3,10 +3,11 @@
     python tests/gguf_check.py --program build/llama-cpp/bin/python
 
 llama-cpp-python is in a separate environment (`make gguf-check` makes it, which takes ten minutes). Compared are: logits
-of every small model of tests/families that can be written; logits of SmolLM2 in float32, alone and with a merged adapter;
-perplexity and greedy continuations of Gemma 3 in float32 and of Qwen2.5-Coder, whose first blocks are compared in float32;
-packed weights as llama.cpp unpacks them, bit by bit, and the error of our rounding with that of its own; ids of 1,000 texts
-by SmolLM2's tokenizer and by small ones of every kind. The exit status is 1 if something differs.
+of every small model of tests/families that can be written, and of mixtures with packed experts; logits of SmolLM2 in
+float32, alone and with a merged adapter; perplexity and greedy continuations of Gemma 3 in float32 and of Qwen2.5-Coder,
+whose first blocks are compared in float32; packed weights as llama.cpp unpacks them, bit by bit, and the error of our
+rounding with that of its own; ids of 1,000 texts by SmolLM2's tokenizer and by small ones of every kind. The exit status is
+1 if something differs.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from torch import Tensor
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "families"), str(HERE / "gguf_files")]
 
-from members import MEMBERS, family_of  # noqa: E402
-from test_gguf_families import CLASSES, REFUSED, saved  # noqa: E402
+from members import MEMBERS, family_of, transformers_model  # noqa: E402
+from test_gguf_families import CLASSES, OPENED, REFUSED, saved  # noqa: E402
 from test_gguf_tokenizer import SPLITTINGS, byte_pairs, pieces, train_pieces, varied_texts  # noqa: E402
 from test_gguf_tokenizer import read as read_metadata  # noqa: E402
 
@@ -104,6 +105,10 @@ def check_families(llama: LlamaCpp, results: Results, folder: Path) -> None:
             continue
         where = folder / str(i)
         written = write_gguf(str(saved(name, where)), where / "out.gguf")
+        if any("at whole features" in note for note in written.notes):  # what llama.cpp computes instead
+            fields = json.loads((where / "config.json").read_text())
+            fields["rope_parameters"]["truncate"] = True
+            (where / "config.json").write_text(json.dumps(fields))
         model = hg.load(where, dtype="float32")
         no_window = any("without a window" in note for note in written.notes)
         n = min(len(tokens), model.config.window or 0) if no_window else len(tokens)
@@ -132,7 +137,7 @@ def check_smollm2(llama: LlamaCpp, results: Results, folder: Path) -> None:
         "template, ends and begin as the original's", found == original, f"{len(found['template'])} characters"
     )
     for kind in ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0", "Q4_K_M"):
-        check_rounding(llama, results, folder, exact, kind, tokens)
+        check_rounding(llama, results, folder, exact, kind, tokens, "SmolLM2")
     check_own_rounding(llama, results, folder)
     check_adapter(llama, results, folder, whole, tokens)
 
@@ -141,7 +146,28 @@ def perplexity(found: Tensor, tokens: list[int]) -> float:
     return torch.nn.functional.cross_entropy(found[:-1], torch.tensor(tokens[1:])).exp().item()
 
 
-def check_rounding(llama: LlamaCpp, results: Results, folder: Path, exact: Path, kind: str, tokens: list[int]) -> None:
+def check_experts(llama: LlamaCpp, results: Results, folder: Path) -> None:
+    """Packed experts, of gpt-oss with biases, and of Qwen3-MoE in blocks of 256."""
+    tokens = torch.randint(259, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    for name, kinds in (("gpt_oss", ("MXFP4", "Q5_0", "BF16")), ("qwen3_moe", ("MXFP4", "Q4_K_M", "Q6_K"))):
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "vocab_size": 259}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+        if name == "gpt_oss":
+            del sizes["moe_intermediate_size"]
+        where = folder / name
+        network = transformers_model(f"{name}, 3 queries to a key", **sizes, **OPENED.get(name, {})).float()
+        for p in network.parameters():
+            p.data *= 0.25 if p.ndim > 1 else 1  # N(0, 0.3²) is too much for this width: every layer would saturate
+        network.save_pretrained(where)
+        make("bytes", []).write(where)
+        write_gguf(str(where), where / "f32.gguf")
+        for kind in kinds:
+            check_rounding(llama, results, where, where / "f32.gguf", kind, tokens, name)
+
+
+def check_rounding(
+    llama: LlamaCpp, results: Results, folder: Path, exact: Path, kind: str, tokens: list[int], name: str
+) -> None:
     """llama.cpp must read the weights that we read, and compute with them what we do. With packed weights its products round
     activations to 8 bits as well, so that the perplexity on the packed file is only shown."""
     packed, unpacked = folder / "packed.gguf", folder / "unpacked.gguf"
@@ -150,13 +176,13 @@ def check_rounding(llama: LlamaCpp, results: Results, folder: Path, exact: Path,
     write_gguf(str(exact), packed, kind)
     llama.quantize(packed, unpacked, FILE_TYPES["F32"])
     ours, theirs = open_gguf(packed).tensors, open_gguf(unpacked).tensors
-    same = all(torch.equal(dequantize(ours[name]), dequantize(theirs[name])) for name in ours)
-    results.line(f"weights of SmolLM2, {kind}, as llama.cpp unpacks them", same, f"{len(ours)} tensors")
+    same = all(torch.equal(dequantize(ours[x]), dequantize(theirs[x])) for x in ours)
+    results.line(f"weights of {name}, {kind}, as llama.cpp unpacks them", same, f"{len(ours)} tensors")
     mine, other, rounding = logits(hg.load(packed), tokens), *(llama.logits_of(x, tokens) for x in (unpacked, packed))
     error = relative(other, mine)
     values = [perplexity(x, tokens) for x in (mine, rounding, logits(hg.load(exact), tokens))]
     shown = "perplexity {:.3f}; packed in llama.cpp {:.3f}; in float32 {:.3f}".format(*values)
-    results.line(f"logits of SmolLM2, {kind}", error < LIMIT, f"{error:.1e}  {shown}")
+    results.line(f"logits of {name}, {kind}", error < LIMIT, f"{error:.1e}  {shown}")
 
 
 def check_own_rounding(llama: LlamaCpp, results: Results, folder: Path) -> None:
@@ -249,7 +275,7 @@ def check_greedy(
     """Greedy continuations: equal up to the first step where llama.cpp's two largest logits are closer than `limit`."""
     n = 50
     for ids, steps in zip(prompts, llama.ask(model=str(path), greedy=prompts, n=n)["steps"], strict=True):
-        made = hg.generate(model, torch.tensor([ids]), n, stop_at_end=False)[0, len(ids) :].tolist()
+        made = hg.generate(model, torch.tensor([ids]), n, stop_at_end=False)[0].tolist()
         at = next((i for i, (id, step) in enumerate(zip(made, steps, strict=True)) if id != step[0]), None)
         if at is None:
             results.line(f"{path.name}, greedy", True, f"{n} tokens equal")
@@ -312,8 +338,8 @@ def _in_float32(stored: Stored) -> Tensor:
 
 
 CHECKS = {
-    "families": check_families, "tokenizers": check_tokenizers, "smollm2": check_smollm2, "gemma3": check_gemma3,
-    "qwen-coder": check_qwen_coder,
+    "families": check_families, "experts": check_experts, "tokenizers": check_tokenizers, "smollm2": check_smollm2,
+    "gemma3": check_gemma3, "qwen-coder": check_qwen_coder,
 }  # fmt: skip
 
 

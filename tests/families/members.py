@@ -284,7 +284,9 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
     },
     "qwen3_moe, normalized, some blocks dense": {"norm_topk_prob": True, **PART_DENSE},
+    "olmoe, keys of every head": {"num_key_value_heads": 9, "tie_word_embeddings": False},
     "gpt_oss, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
+    "gpt_oss, yarn without whole features": {"rope_parameters": {**YARN, "truncate": False}, **WIDE},
     "gpt_oss, without biases of attention": {"attention_bias": False},
     "dots1, groups": {
         "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5,

@@ -52,6 +52,24 @@ REFUSED = {
     "lfm2, one tap": "two taps or more",
     "lfm2, no convolution": "two taps or more",
     "lfm2, llama3": "rope_freqs.weight",
+    **{
+        f"{name}, {n} queries to a key": "without output.weight"
+        for name in ("qwen2_moe", "olmoe", "dots1", "gpt_oss")
+        for n in (1, 9)
+    },
+    **{f"{name}, 3 queries to a key": "keys of its own" for name in ("olmoe", "dots1")},
+    **{f"{name}, window": "sliding_window" for name in ("qwen2_moe", "dots1")},
+    **{f"{name}, biases": "attn_output.bias" for name in ("qwen3_moe", "olmoe", "dots1")},
+    **{f"{name}, normalized, some blocks dense": "has no name for .*mlp" for name in ("qwen2_moe", "qwen3_moe")},
+    "qwen2_moe, windows by layer": "sliding_window",
+    "gpt_oss, yarn": "attn_factor",
+    "gpt_oss, without biases of attention": "needs .*q_proj.bias",
+}
+# What the members of a family have so that llama.cpp opens them.
+OPENED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "olmoe": {"num_key_value_heads": 9},
+    "dots1": {"num_key_value_heads": 9},
 }
 # with untied and with tied tables: some architectures have no name for a head
 WRITTEN = [
@@ -59,15 +77,16 @@ WRITTEN = [
     if name in DISTINCT or name in PLAIN.values() or name.endswith(", 1 queries to a key")
 ]  # fmt: skip
 CLASSES = {"GraniteMoeHybridForCausalLM"}
-for architecture in ARCHITECTURES.values():
+TABLES = [x for table in ARCHITECTURES.values() for x in (table, table.mixture) if x is not None]
+for architecture in TABLES:
     CLASSES |= {architecture.model_class, *(architecture.windowed or ())[:1]}
 
 
 def saved(name: str, folder: Path) -> Path:
     """The member with a tokenizer, and with a width that llama.cpp opens."""
-    changes = dict(SIZE)
+    changes = {**SIZE, **OPENED.get(family_of(name), {}), **MEMBERS[name]}
     ours = FAMILIES[family_of(name)].architecture
-    if any(a.whole_width and ours in (a.model_class, *(a.windowed or ())[:1]) for a in ARCHITECTURES.values()):
+    if any(a.whole_width and ours in (a.model_class, *(a.windowed or ())[:1]) for a in TABLES):
         member = MEMBERS[name]
         changes["hidden_size"] = member.get("head_dim", SIZES["d_rho"]) * member.get(
             "num_attention_heads", SIZES["n_heads"]

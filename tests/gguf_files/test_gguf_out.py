@@ -19,7 +19,7 @@ from handgrad.errors import HandgradError
 from handgrad.formats.gguf_out import write_gguf
 from handgrad.gguf import export
 from handgrad.gguf.file import dequantize, open_gguf
-from handgrad.gguf.quantize import TYPES
+from handgrad.gguf.quantize import EXPERTS, TYPES
 from handgrad.gguf.tokenizer import SPLITTINGS
 from handgrad.text import tokenizer
 from handgrad.text.tokenizer import Tokenizer, make
@@ -45,7 +45,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ── types ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", [*TYPES, "Q4_K_M"])
+def test_the_type_of_experts_needs_experts(wide: Path, tmp_path: Path) -> None:
+    write_gguf(str(wide), tmp_path / "wide.gguf")
+    for source in (wide, tmp_path / "wide.gguf"):
+        with pytest.raises(HandgradError, match="is for experts whose width is a multiple of 32"):
+            write_gguf(str(source), tmp_path / "out.gguf", EXPERTS)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("kind", [*(x for x in TYPES if x != EXPERTS), "Q4_K_M"])
 def test_every_type_is_read_back_within_its_rounding(kind: str, wide: Path, tmp_path: Path) -> None:
     done = write_gguf(str(wide), tmp_path / "out.gguf", kind.lower())
     exact, found = hg.load(wide), hg.load(tmp_path / "out.gguf")

@@ -90,17 +90,17 @@ def test_rows_are_packed_alone_for_any_number_of_threads() -> None:
 
 def test_rows_that_do_not_divide_take_a_type_of_smaller_blocks() -> None:
     def chosen(columns: int, wanted: str) -> str:
-        return type_for("attn_q", 0, 8, (4, columns), wanted, tied=False)
+        return type_for("blk.0.attn_q.weight", 8, (4, columns), wanted, tied=False)
 
     assert [chosen(576, kind) for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0")] == ["Q5_0", "Q5_1", "Q8_0", "Q4_0"]
     assert [chosen(20, kind) for kind in ("Q4_K", "Q8_0", "BF16", "F32")] == ["F16", "F16", "BF16", "F32"]
-    assert type_for("attn_norm", 0, 8, (512,), "Q4_K", tied=True) == "F32"
-    assert type_for("position_embd", -1, 8, (64, 512), "Q8_0", tied=True) == "F32"
+    assert type_for("blk.0.attn_norm.weight", 8, (512,), "Q4_K", tied=True) == "F32"
+    assert type_for("position_embd.weight", 8, (64, 512), "Q8_0", tied=True) == "F32"
 
 
 def test_mixture_keeps_more_bits_where_llama_cpp_does() -> None:
     def chosen(layer: str, tied: bool = False) -> list[str]:
-        return [type_for(layer, i, 24, (256, 256), MIXTURE, tied) for i in range(24)]
+        return [type_for(f"blk.{i}.{layer}.weight", 24, (256, 256), MIXTURE, tied) for i in range(24)]
 
     more = [i < 3 or i >= 21 or (i - 3) % 3 == 2 for i in range(24)]
     assert chosen("ffn_down") == chosen("attn_v") == ["Q6_K" if m else "Q4_K" for m in more]

@@ -20,7 +20,7 @@ from handgrad.model.storage.packed import KINDS, Packed
 from handgrad.optim import OptimizerInBackward
 from handgrad.training.config import FinetuneOptions
 
-WRITABLE = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"]  # those that the gguf package can write
+WRITABLE = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "F16", "BF16"]  # those that the gguf package can write
 SHAPE = {"vocab_size": 33, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "head_dim": 32}
 LENGTHS = [9, 1, 20]
 

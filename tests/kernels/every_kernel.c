@@ -95,7 +95,8 @@ static void products(size m, size n, size w) {
 /* By kind: numbers and bytes of a block, and where its float16 scales are */
 static const struct { size numbers, bytes, scales, count; } blocks_of[] = {
     {32, 34, 0, 1}, {32, 18, 0, 1}, {32, 20, 0, 2}, {32, 64, 0, 0}, {32, 22, 0, 1}, {32, 24, 0, 2},
-    {256, 144, 0, 2}, {256, 176, 0, 2}, {256, 210, 208, 1}};
+    {256, 144, 0, 2}, {256, 176, 0, 2}, {256, 210, 208, 1},
+    {32, 17, 0, 0}};
 
 static uint8_t *packed(size kind, size blocks) {
     size bytes = blocks_of[kind].bytes;
@@ -105,6 +106,8 @@ static uint8_t *packed(size kind, size blocks) {
         for (size i = 1; i < blocks * bytes; i += 2) data[i] = 0x3e + (data[i] & 0x81);
         return data;
     }
+    if (kind == 9)
+        for (size i = 0; i < blocks; i++) data[i * bytes] = 0x78 | (data[i * bytes] & 7);
     for (size i = 0; i < blocks; i++) /* float16 of about 2⁻⁷ */
         for (size j = 0; j < blocks_of[kind].count; j++) {
             uint8_t *high = data + i * bytes + blocks_of[kind].scales + 2 * j + 1;
@@ -114,7 +117,8 @@ static uint8_t *packed(size kind, size blocks) {
 }
 
 static void packed_products(size n, size f_in, size f_out) {
-    for (size kind = 0; kind < 4; kind++) {
+    for (size kind = 0; kind < (size)COUNT(blocks_of); kind++) {
+        if (kind > 3 && kind < 9) continue;
         uint8_t *w = packed(kind, f_in / 32 * f_out);
         float *a = malloc((size_t)(n * f_in) * 4), *out = malloc((size_t)(n * f_out) * 4);
         for (size i = 0; i < n * f_in; i++) a[i] = (float)draw();

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import handgrad as hg
 import tiny_gguf
 from conftest import handgrad, plan_of
+from handgrad.families import FAMILIES
 from handgrad.model.precision import why_not_mixed
 from handgrad.plan import packing, timing
 from handgrad.plan.estimate import Plan, make_plan
@@ -51,6 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for tied in (True, False):
         hg.save(hg.GPT(hg.preset("nano-llama", **SHAPE, tied=tied)), path / ("tied" if tied else "untied"))
+    choices = {**FAMILIES["qwen3_moe"].fixed, "qkv_bias": False, "out_bias": False, "activation": "silu", "dense": (0,)}
+    experts = {"d_expert": 2048, "n_experts": 6, "experts_per_token": 2}
+    mixture = hg.ModelConfig(family="qwen3_moe", **{**choices, **SHAPE, **experts})
+    hg.save(hg.GPT(mixture), path / "mixture")
     return path
 
 
@@ -62,7 +67,7 @@ def planned(model: hg.GPT, batch: int, tokens: int, recompute: str) -> Plan:
 
 @pytest.mark.parametrize("precision", ["float32", "mixed"])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", ["tied", "untied", "mixture"])
 def test_bytes_match_a_real_step(name: str, recompute: str, precision: str, folder: Path) -> None:
     if precision == "mixed" and why_not_mixed() is not None:
         pytest.skip(f"no mixed precision: {why_not_mixed()}")

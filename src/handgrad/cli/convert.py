@@ -34,7 +34,7 @@ def convert(
         typer.Option(
             "--type",
             help="Type of the matrices in the GGUF file: F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q5_1, Q5_0, Q4_K, Q4_K_M (Q4_K"
-            " and, where rounding costs most, Q6_K), Q4_1 or Q4_0. [default: as stored]",
+            " and, where rounding costs most, Q6_K), Q4_1, Q4_0, or MXFP4 for experts. [default: as stored]",
         ),
     ] = None,
 ) -> None:

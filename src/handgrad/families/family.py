@@ -48,6 +48,7 @@ class Family:
     rotary_share: float | None = None  # of a head's features, where the file can say another one
     rope_types: tuple[str, ...] = ROPE_TYPES  # that transformers knows for it; none: its files say no frequencies
     stacked_experts: bool = False  # its files hold all experts of a block in two tensors
+    quant_methods: tuple[str, ...] = ()  # in quantization_config, of files that are unpacked when they are read
     block_kinds: tuple[str, ...] = ()  # in layer_types, of a family whose files list them and whose blocks are alike
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -43,4 +43,5 @@ GPT_OSS = replace(
     windows="pattern",
     pattern=2,
     stacked_experts=True,
+    quant_methods=("mxfp4",),
 )  # fmt: skip

@@ -31,6 +31,7 @@ _NEUTRAL = {
     "logits_scaling": 1.0, "logit_scale": 1.0, "scale_emb": 1.0, "rope_interleaved": False, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 # Fields of any config.json that change nothing in the computation.
+QUANTIZED = "quantization_config"
 _NO_EFFECT = frozenset({
     "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
@@ -151,6 +152,8 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
     known |= {"original_max_position_embeddings"} if "longrope" in family.rope_types else set()
     known |= {"partial_rotary_factor"} if family.rotary_share is not None else set()
     for field, value in raw.items():
+        if field == QUANTIZED and isinstance(value, dict) and value.get("quant_method") in family.quant_methods:
+            continue
         empty = value is None or value is False or value in ([], {}, "")
         if field in known or (value in (None, _NEUTRAL[field]) if field in _NEUTRAL else empty):
             continue

@@ -14,6 +14,7 @@ from ..model.config import ModelConfig
 from ..model.dtype import as_dtype
 from ..model.gpt import GPT
 from ..model.storage.packed import KINDS, Packed
+from ..ops import packed as ops_packed
 from .config_json import read_config
 from .huggingface import build
 
@@ -31,10 +32,10 @@ def load_gguf(
     frozen."""
     computed = torch.float32 if dtype is None else as_dtype(dtype)
     config, tensors, _ = read_model(path)
-    unpacked = sum(prod(stored.shape) for stored in tensors.values() if not (packed and _stays_packed(stored)))
+    numbers = sum(prod(stored.shape) for stored in tensors.values() if not (packed and _stays_packed(stored)))
     packing = f"finetune {option('packed', True)}, generate {option('bits', 8)} or 4"
     remedy = f"free some, or keep the matrices packed ({packing})"
-    check_memory((2 if rounded else 4) * unpacked, f"the unpacked weights of {path} need", remedy)
+    check_memory((2 if rounded else 4) * numbers, f"the unpacked weights of {path} need", remedy)
     weights = {name: _weight(stored, packed, rounded) for name, stored in tensors.items()}
     model = build(read_config(config, path), weights, computed, device)
     model.source = str(path.absolute())
@@ -56,9 +57,17 @@ def _stays_packed(stored: Stored) -> bool:
     return len(stored.shape) == 2 and stored.kind in KINDS and stored.kind != "F32"
 
 
+def unpacked(stored: Stored) -> Tensor:
+    """The numbers in float32, by a kernel where there is one for the type."""
+    if stored.kind not in KINDS or stored.kind == "F32":
+        return dequantize(stored)
+    out = torch.empty(len(stored.data), stored.shape[-1])
+    return ops_packed.unpack(stored.data, stored.kind, out).view(stored.shape)
+
+
 def _weight(stored: Stored, packed: bool, rounded: bool) -> Tensor | Packed:
     if packed and _stays_packed(stored):
         rows, columns = stored.shape
         return Packed(stored.data, stored.kind, (rows, columns))
-    found = dequantize(stored)
+    found = unpacked(stored)
     return Packed.of(found, "BF16") if rounded and found.ndim == 2 else found

@@ -5,6 +5,7 @@ splitting text that GGUF cannot express is refused before anything is written. T
 under the names and with the metadata that it has; those that are in the wanted type already are copied.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,9 +20,9 @@ from torch import Tensor
 from .. import lora
 from ..errors import HandgradError, option, shown
 from ..gguf.export import export, general
-from ..gguf.file import GGUFFile, Stored, dequantize, is_gguf, open_gguf
+from ..gguf.file import GGUFFile, Stored, is_gguf, open_gguf
 from ..gguf.model import read_model
-from ..gguf.quantize import FILE_TYPES, check_type, pack, type_for
+from ..gguf.quantize import EXPERTS, FILE_TYPES, check_type, pack, type_for
 from ..gguf.tokenizer import read_tokenizer
 from ..gguf.tokenizer_export import TokenizerMetadata, tokenizer_metadata
 from ..gguf.writing import REMEDY, Planned, Value, check_new, typed, write
@@ -33,6 +34,7 @@ from ..text import format as text_format
 from ..text.endings import end_ids
 from ..text.tokenizer import Tokenizer
 from .config_json import config_json, read_config
+from .gguf_model import unpacked
 from .huggingface import read_directory, stored_dtype
 from .merge import open_merged
 from .models import base_of, tokenizer_folder, weights_folder
@@ -72,7 +74,7 @@ def write_gguf(model: str, out: Path, kind: str | None = None) -> Written:
     wanted = None if kind is None else check_type(kind)
     folder = weights_folder(model)
     if is_gguf(folder):
-        return _finish(out, *_repacked(folder, wanted), [])
+        return _finish(out, *_repacked(folder, wanted), [], wanted)
     base = base_of(folder) if lora.is_adapter(folder) else None
     texts = _tokenizer_path(folder)
     source = _directory(folder) if base is None else _merged(folder, base)
@@ -92,10 +94,16 @@ def write_gguf(model: str, out: Path, kind: str | None = None) -> Written:
     _check_config(config, read_config(planned.config, out))
     metadata = {"general.name": typed(out.stem), **planned.metadata}
     notes = spoken.notes + _raw_notes(known) + _notes(config, planned.config)
-    return _finish(out, metadata, planned.tensors, notes)
+    return _finish(out, metadata, planned.tensors, notes, wanted)
 
 
-def _finish(out: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Planned], notes: list[str]) -> Written:
+def _finish(
+    out: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Planned], notes: list[str], wanted: str | None
+) -> Written:
+    if wanted == EXPERTS and not any(tensor.kind == EXPERTS for tensor in tensors.values()):
+        raise HandgradError(
+            f"{option('type', wanted)} is for experts whose width is a multiple of 32, and this model has none: choose Q8_0"
+        )
     write(out, metadata, tensors)
     return Written(out.stat().st_size, dict(Counter(tensor.kind for tensor in tensors.values())), notes)
 
@@ -152,16 +160,20 @@ def _repacked(path: Path, wanted: str | None) -> tuple[dict[str, Value], dict[st
     tied = "output.weight" not in file.tensors
     tensors = {}
     for name, stored in file.tensors.items():
-        block = int(name.split(".")[1]) if name.startswith("blk.") else -1
+        if re.fullmatch(r"blk\.\d+\.ffn_\w+\.\d+\.weight", name):
+            raise HandgradError(
+                f"{path} has a tensor for every expert, which llama.cpp opens no more: write a directory with"
+                f" {option('out')}, and then a GGUF file of that"
+            )
         kind = stored.kind
         if wanted is not None and len(stored.shape) > 1:
-            kind = type_for(name.split(".")[-2], block, n_blocks, stored.shape, wanted, tied)
+            kind = type_for(name, n_blocks, stored.shape, wanted, tied)
         tensors[name] = Planned(kind, stored.shape, partial(_repack, stored, kind, name))
     return metadata, tensors
 
 
 def _repack(stored: Stored, kind: str, name: str) -> Tensor:
-    return stored.data if stored.kind == kind else pack(dequantize(stored), kind, name)
+    return stored.data if stored.kind == kind else pack(unpacked(stored), kind, name)
 
 
 def _typed_metadata(file: GGUFFile, prefix: str) -> dict[str, Value]:
@@ -276,13 +288,17 @@ def _rounded(x: float) -> float:
 def _notes(config: ModelConfig, read: Mapping[str, Any]) -> list[str]:
     """What llama.cpp computes otherwise for this architecture."""
     notes = []
-    ignored = read["model_type"] in ("mistral", "phi3", "starcoder2")
+    ignored = read["model_type"] in ("mistral", "mixtral", "phi3", "starcoder2")
     if ignored and config.window is not None and config.window < config.n_context:
         notes.append(
             f"llama.cpp computes this architecture without a window: texts beyond {config.window:,} tokens differ"
         )
     if read["model_type"] == "gpt_neox":
         notes.append("llama.cpp computes GELU by its tanh form in this architecture: logits differ in the third digit")
+    if read["model_type"] == "gpt_oss" and config.rope_scaling.rope_type == "yarn":
+        notes.append(
+            "llama.cpp begins and ends the blend of yarn's frequencies at whole features, and this model does not"
+        )
     if config.rope_scaling.rope_type == "longrope":
         n = config.rope_scaling.original_max_position_embeddings
         notes.append(

@@ -29,7 +29,7 @@ from ..model.storage.packed import Packed
 from ..model.storage.weights import Scratch
 from ..text.endings import end_ids
 from ..text.tokenizer import FORMAT
-from .config_json import config_json, read_config
+from .config_json import QUANTIZED, config_json, read_config
 from .stacked_experts import name_in_files, split_headers, split_tensors, stack_tensors
 
 GENERATION = "generation_config.json"
@@ -160,10 +160,10 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of a directory's weights; float32 for a GGUF file, which is unpacked."""
     if is_gguf(folder):
         return torch.float32
-    headers = _headers(folder)
-    if not headers:
+    found = [header.dtype for header in _headers(folder).values() if header.dtype.is_floating_point]
+    if not found:
         raise HandgradError(f"{folder}: all tensors are missing")
-    return next(iter(headers.values())).dtype
+    return found[0]
 
 
 def _headers(folder: Path) -> dict[str, Header]:
@@ -292,7 +292,7 @@ def write_model(
     config = config_json(model.config, next(iter(tensors.values())).dtype)
     if like is not None:
         before = read_model(like).config if is_gguf(like) else read_json(like / "config.json")
-        existing = {name: x for name, x in before.items() if name not in ("torch_dtype", "handgrad")}
+        existing = {name: x for name, x in before.items() if name not in ("torch_dtype", "handgrad", QUANTIZED)}
         ends = ("bos_token_id", "eos_token_id", "pad_token_id")
         config = existing | {name: x for name, x in config.items() if name not in ends or name not in existing}
         with contextlib.suppress(MissingError, NotADirectoryError):

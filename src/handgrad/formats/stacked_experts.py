@@ -16,6 +16,7 @@ from ..errors import HandgradError
 from ..families import Family
 from ..files.tensors import Header
 from ..model.config import ModelConfig
+from . import mxfp4
 
 
 class Piece(NamedTuple):
@@ -41,7 +42,8 @@ def split_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Te
     """Tensors under the names that the family's matrices have; those that are not stacked stay as they are."""
     if not _any_stacked(tensors, family):
         return dict(tensors)
-    return {new: piece for name, x in tensors.items() for new, piece in _split(name, x, family)}
+    items = mxfp4.unpacked(tensors) if family.quant_methods else tensors.items()
+    return {new: piece for name, x in items for new, piece in _split(name, x, family)}
 
 
 def split_headers(headers: Mapping[str, Header], config: ModelConfig) -> dict[str, Header]:
@@ -49,6 +51,7 @@ def split_headers(headers: Mapping[str, Header], config: ModelConfig) -> dict[st
     family = config.table
     if config.n_experts is None or not _any_stacked(headers, family):
         return dict(headers)
+    headers = mxfp4.unpacked_headers(headers) if family.quant_methods else headers
     found: dict[str, Header] = {}
     for name, header in headers.items():
         if (stacked := _stacked_shape(name, config)) is None:
@@ -62,7 +65,9 @@ def split_headers(headers: Mapping[str, Header], config: ModelConfig) -> dict[st
 
 
 def _any_stacked(names: Iterable[str], family: Family) -> bool:
-    return family.has("mlp.experts") and any((parts := _NAME.fullmatch(x)) and parts[2] for x in names)
+    return family.has("mlp.experts") and any(
+        (parts := _NAME.fullmatch(x.removesuffix("_blocks"))) and parts[2] for x in names
+    )
 
 
 def _stacked_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:

@@ -1,8 +1,8 @@
 """GGUF's architectures: what their layers are called in GGUF and in Hugging Face's files, their shapes and orders."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +12,27 @@ _MLP = ("ffn_gate", "ffn_up", "ffn_down")
 _OUTPUT_BIASES = r"rope_freqs\.weight|blk\.\d+\.(attn_output|ffn_\w+)\.bias"
 
 
+T = TypeVar("T")
+
+
 class Layer(NamedTuple):
-    """Hugging Face's name, and the sizes of the weight in torch's order."""
+    """Hugging Face's name, and the sizes of the weight in torch's order; those that are "one" are left out in GGUF. A layer
+    of experts, whose name has a *, is in GGUF one tensor of all of them, (experts, …)."""
 
     name: str
     sizes: tuple[str, ...]
+    alone: str = (
+        ""  # "weight" or "bias": what the only tensor is in GGUF, which has the layer's name in Hugging Face's files
+    )
+
+    def tensors(self, with_bias: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """GGUF's kind of every tensor, its name in Hugging Face's files and its sizes."""
+        if self.alone:
+            yield self.alone, self.name, self.sizes
+            return
+        yield "weight", f"{self.name}.weight", self.sizes
+        if with_bias:
+            yield "bias", f"{self.name}.bias", self.sizes[:-1] or self.sizes
 
 
 _OUTER = {
@@ -43,7 +59,7 @@ _LFM2_BLOCK = {
     "attn_output": Layer("self_attn.out_proj", ("d", "queries")),
     "attn_q_norm": Layer("self_attn.q_layernorm", ("head",)),
     "attn_k_norm": Layer("self_attn.k_layernorm", ("head",)),
-    "shortconv.conv": Layer("conv.conv", ("d", "taps")),
+    "shortconv.conv": Layer("conv.conv", ("d", "one", "taps")),
     "shortconv.in_proj": Layer("conv.in_proj", ("gates", "d")),
     "shortconv.out_proj": Layer("conv.out_proj", ("d", "d")),
     "ffn_norm": Layer("ffn_norm", ("d",)),
@@ -52,9 +68,7 @@ _LFM2_BLOCK = {
     "ffn_down": Layer("feed_forward.w2", ("d", "hidden")),
 }
 MATRICES = {  # Hugging Face's name: GGUF's
-    layer.name: name
-    for name, layer in [*_BLOCK.items(), *_LFM2_BLOCK.items()]
-    if len(layer.sizes) == 2 and name != "shortconv.conv"
+    layer.name: name for name, layer in [*_BLOCK.items(), *_LFM2_BLOCK.items()] if len(layer.sizes) == 2
 }
 _QK_NORMS = {
     "attn_q_norm": Layer("self_attn.q_norm", ("head",)),
@@ -107,6 +121,67 @@ _NEOX_BLOCK = {
     "ffn_up": Layer("mlp.dense_h_to_4h", ("hidden", "d")),
     "ffn_down": Layer("mlp.dense_4h_to_h", ("d", "hidden")),
 }
+
+
+def _without(table: Mapping[str, T], *names: str) -> dict[str, T]:
+    return {name: x for name, x in table.items() if name not in names}
+
+
+def _experts(mlp: str, router: str, gate: str, up: str, down: str) -> dict[str, Layer]:
+    """The router and the experts, by the names in Hugging Face's files."""
+    return {
+        "ffn_gate_inp": Layer(f"{mlp}.{router}", ("experts", "d")),
+        "ffn_gate_exps": Layer(f"{mlp}.experts.*.{gate}", ("experts", "expert", "d")),
+        "ffn_up_exps": Layer(f"{mlp}.experts.*.{up}", ("experts", "expert", "d")),
+        "ffn_down_exps": Layer(f"{mlp}.experts.*.{down}", ("experts", "d", "expert")),
+    }
+
+
+def _shared(name: str) -> dict[str, Layer]:
+    """The expert that all tokens share."""
+    return {
+        "ffn_gate_shexp": Layer(f"{name}.gate_proj", ("shared", "d")),
+        "ffn_up_shexp": Layer(f"{name}.up_proj", ("shared", "d")),
+        "ffn_down_shexp": Layer(f"{name}.down_proj", ("d", "shared")),
+    }
+
+
+_EXPERTS = _experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+_SPARSE = _without(_BLOCK, *_MLP)
+_MIXTRAL = _SPARSE | _experts("block_sparse_moe", "gate", "w1", "w3", "w2")
+_QWEN2_MOE = (
+    _SPARSE
+    | _EXPERTS
+    | _shared("mlp.shared_expert")
+    | {
+        "ffn_gate_inp_shexp": Layer("mlp.shared_expert_gate", ("one", "d")),
+    }
+)
+_OLMOE = (
+    _SPARSE
+    | _EXPERTS
+    | {
+        "attn_q_norm": Layer("self_attn.q_norm", ("queries",)),
+        "attn_k_norm": Layer("self_attn.k_norm", ("keys",)),
+    }
+)
+_GPT_OSS = (
+    _without(_SPARSE, "ffn_norm")
+    | _experts("mlp", "router", "gate_proj", "up_proj", "down_proj")
+    | {
+        "post_attention_norm": Layer("post_attention_layernorm", ("d",)),
+        "attn_sinks": Layer("self_attn.sinks", ("heads",), "weight"),
+    }
+)
+_DOTS1 = (
+    _BLOCK
+    | _QK_NORMS
+    | _EXPERTS
+    | _shared("mlp.shared_experts")
+    | {
+        "exp_probs_b": Layer("mlp.gate.e_score_correction_bias", ("experts",), "bias"),
+    }
+)
 _SCALES = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -114,7 +189,13 @@ _SCALES = {
 }
 _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", **_CAP}
-_PARALLEL = {name: layer for name, layer in _BLOCK.items() if name != "ffn_norm"}
+_PARALLEL = _without(_BLOCK, "ffn_norm")
+_COUNTS = ("expert_count", "expert_used_count")
+_QWEN_KEYS = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+_EVERY_BLOCK = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _TIED = r"rope_freqs\.weight|output\.weight"
 RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
@@ -141,6 +222,10 @@ class Architecture:
         0  # of this many blocks all but the last have the window, unless the file says which; 0: every block has
     )
     own_head: bool = False  # llama.cpp opens no file without output.weight
+    ungrouped: bool = False  # llama.cpp opens it only if every head of queries has keys of its own
+    mixture: "Architecture | None" = None  # what files with experts have instead
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that every file shares
+    constants: Mapping[str, int] = field(default_factory=dict)  # keys with the only value that is supported
     eps: tuple[str, str] = RMS  # GGUF's key and the field of config.json
     activation: tuple[str, str] = ("hidden_act", "silu")  # field of config.json and its value
     keys: Mapping[str, str] = field(default_factory=dict)  # other keys → fields of config.json
@@ -159,6 +244,11 @@ ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}, unread="",
         windowed=("MistralForCausalLM", "mistral"),
+        mixture=Architecture(
+            "MixtralForCausalLM", _MIXTRAL, permuted=True, model_type="mixtral", unread="",
+            keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, needed=_COUNTS,
+            windowed=("MixtralForCausalLM", "mixtral"),
+        ),
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
@@ -226,7 +316,47 @@ ARCHITECTURES = {
     "phi3": Architecture(
         "Phi3ForCausalLM", _PHI, windowed=("Phi3ForCausalLM", "phi3"), partial=True, whole_width=True,
     ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM", _QWEN2_MOE, model_type="qwen2_moe", biases=_ATTENTION[:3], whole_width=True, own_head=True,
+        keys=_QWEN_KEYS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        needed=(*_QWEN_KEYS, "expert_shared_feed_forward_length"), fixed={"norm_topk_prob": False, **_EVERY_BLOCK},
+    ),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM", _SPARSE | _QK_NORMS | _EXPERTS, model_type="qwen3_moe", keys=_QWEN_KEYS,
+        needed=tuple(_QWEN_KEYS), fixed={"norm_topk_prob": True, **_EVERY_BLOCK},
+        choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES,
+    ),
+    "olmoe": Architecture(
+        "OlmoeForCausalLM", _OLMOE, keys=_without(_QWEN_KEYS, "expert_feed_forward_length"), needed=_COUNTS,
+        fixed={"norm_topk_prob": False}, choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES, whole_width=True,
+        own_head=True, ungrouped=True,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", _GPT_OSS, model_type="gpt_oss", biases=(*_ATTENTION, *_EXPERTS), own_head=True,
+        keys={
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        needed=(*_COUNTS, "expert_feed_forward_length", "attention.sliding_window"),
+        windowed=("GptOssForCausalLM", "gpt_oss"), pattern=2,
+    ),
+    "dots1": Architecture(
+        "Dots1ForCausalLM", _DOTS1, choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES, own_head=True,
+        keys=_QWEN_KEYS | {
+            "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        needed=(*_QWEN_KEYS, "expert_shared_count"), constants={"expert_gating_func": 2}, ungrouped=True,
+    ),
 }  # fmt: skip
+
+
+def table_of(name: str, metadata: Mapping[str, Any]) -> Architecture:
+    """The table of a file with these metadata."""
+    table = ARCHITECTURES[name]
+    return table.mixture if table.mixture is not None and metadata.get(f"{name}.expert_count") else table
 
 
 def by_head_order(n: int, heads: int) -> Tensor:

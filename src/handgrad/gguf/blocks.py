@@ -72,9 +72,14 @@ def kv_heads_of(given: Metadata, heads: int, blocks: int) -> tuple[int, set[int]
     return kv_heads, {i for i, count in enumerate(counts) if not count}
 
 
-def absent_layers(config: dict[str, Any], prefix: str) -> tuple[str, ...]:
-    """What the layers are called that a block with a short convolution, or with attention, does not have."""
-    if not prefix or "conv_L_cache" not in config:
-        return ()
-    conv = config["layer_types"][int(prefix.split(".")[1])] == "conv"
-    return ("attn_q", "attn_k", "attn_v", "attn_output") if conv else ("shortconv.",)
+def absent_layers(architecture: Architecture, config: dict[str, Any], block: int) -> set[str]:
+    """The layers of the architecture that a block does not have: those of attention where it has a short convolution, those
+    of experts where it is dense, and the other way round."""
+    if "conv_L_cache" in config:
+        conv = config["layer_types"][block] == "conv"
+        parts = ("attn_q", "attn_k", "attn_v", "attn_output") if conv else ("shortconv.",)
+        return {name for name in architecture.block if name.startswith(parts)}
+    if "first_k_dense_replace" in config:
+        of_experts = {name for name in architecture.block if name.endswith(("_inp", "exps", "shexp", "probs_b"))}
+        return of_experts if block < config["first_k_dense_replace"] else {"ffn_gate", "ffn_up", "ffn_down"}
+    return set()

@@ -39,7 +39,6 @@ _SCALING = {
     "rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length",
     "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "attn_factor",
 }  # fmt: skip
-_TAPS = "shortconv.conv"  # of short convolutions, which llama.cpp reads in float32
 
 
 class Exported(NamedTuple):
@@ -50,10 +49,11 @@ class Exported(NamedTuple):
     tensors: dict[str, Planned]
 
 
-def architecture_of(model_class: str) -> str:
-    """GGUF's name of the architecture that this class of transformers has."""
-    known = {ARCHITECTURES[name].model_class: name for name in reversed(ARCHITECTURES)}
-    known |= {x.windowed[0]: name for name, x in ARCHITECTURES.items() if x.windowed is not None}
+def architecture_of(model_class: str) -> tuple[str, Architecture]:
+    """GGUF's name of the architecture that this class of transformers has, and its table."""
+    tables = [(name, x) for name, table in ARCHITECTURES.items() for x in (table, table.mixture) if x is not None]
+    known = {x.model_class: (name, x) for name, x in reversed(tables)}
+    known |= {x.windowed[0]: (name, x) for name, x in tables if x.windowed is not None}
     if model_class not in known:
         raise HandgradError(f"a GGUF file has no known names for {model_class}, only for {', '.join(known)}: {REMEDY}")
     return known[model_class]
@@ -68,8 +68,7 @@ def export(
 ) -> Exported:
     """Plan a file of the type `wanted` with these weights by Hugging Face's names, a config.json and the metadata of a
     tokenizer."""
-    name = architecture_of(model_class)
-    architecture = ARCHITECTURES[name]
+    name, architecture = architecture_of(model_class)
     heads = config.get("num_attention_heads") or 0
     head_width = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
     config = {**config, "head_dim": head_width} if heads else config
@@ -78,21 +77,19 @@ def export(
     metadata |= {**general(wanted), **_metadata(name, architecture, config), **tokenizer}
     tensors: dict[str, Planned] = {}
     shapes: dict[str, Stored] = {}
-    for gguf_name, (layer, block, hf_name) in ordered.items():
-        w = weights[hf_name]
-        w = w[:, 0] if w.ndim == 3 else w  # taps are (d, 1, L) in Hugging Face's files
-        shape = tuple(w.shape)[::-1] if _is_transposed(architecture, layer, w) else tuple(w.shape)
-        kind = type_for(layer, block, _blocks(config), shape, wanted, "output.weight" not in ordered)
-        kind = "F32" if layer == _TAPS else kind
-        made = partial(_packed, architecture, layer, w, head_width, kind, hf_name)
-        tensors[gguf_name] = Planned(kind, shape, made)
+    for gguf_name, place in ordered.items():
+        ws = [(hf_name, _without_ones(weights[hf_name], place.sizes)) for hf_name in place.names]
+        shape = tuple(ws[0][1].shape)[::-1] if _is_transposed(architecture, place.layer, ws[0][1]) else ws[0][1].shape
+        shape = (len(ws), *shape) if "*" in place.name else tuple(shape)
+        kind = type_for(gguf_name, _blocks(config), shape, wanted, "output.weight" not in ordered)
+        tensors[gguf_name] = Planned(kind, shape, partial(_packed, architecture, place.layer, ws, head_width, kind))
         shapes[gguf_name] = Stored("F32", shape, torch.empty(0, dtype=torch.uint8))
     for table, x in _frequencies(config).items():
         shapes[table] = Stored("F32", tuple(x.shape), x.view(torch.uint8))
         tensors[table] = Planned("F32", tuple(x.shape), partial(x.view, torch.uint8))
-    _check_opens(architecture, name, tensors)
+    _check_opens(architecture, name, tensors, config)
     content = {key: value.content for key, value in metadata.items()}
-    places = {gguf_name: (hf_name, shapes[gguf_name].shape) for gguf_name, (_, _, hf_name) in ordered.items()}
+    places = {gguf_name: (place.name, shapes[gguf_name].shape) for gguf_name, place in ordered.items()}
     return Exported(_read_back(GGUFFile(Path("its metadata"), content, shapes), places), metadata, tensors)
 
 
@@ -103,7 +100,7 @@ def _read_back(file: GGUFFile, places: Mapping[str, tuple[str, tuple[int, ...]]]
         architecture, config, sizes = describe(file)
     except HandgradError as mistake:
         raise HandgradError(f"a GGUF file cannot hold this model: {mistake.message}; {REMEDY}") from None
-    read = {gguf_name: (hf_name, shape) for gguf_name, hf_name, shape in expected(architecture, config, sizes)}
+    read = {gguf_name: (hf_name, shape) for gguf_name, hf_name, shape, _ in expected(architecture, config, sizes)}
     for gguf_name, place in places.items():
         if read.pop(gguf_name, None) != place:
             raise HandgradError(
@@ -116,7 +113,9 @@ def _read_back(file: GGUFFile, places: Mapping[str, tuple[str, tuple[int, ...]]]
     return config
 
 
-def _check_opens(architecture: Architecture, name: str, tensors: Mapping[str, Planned]) -> None:
+def _check_opens(
+    architecture: Architecture, name: str, tensors: Mapping[str, Planned], config: Mapping[str, Any]
+) -> None:
     """Raise for a file that our reader opens and llama.cpp does not."""
     unread = [tensor for tensor in tensors if re.fullmatch(architecture.unread, tensor)]
     if unread:
@@ -135,7 +134,19 @@ def _check_opens(architecture: Architecture, name: str, tensors: Mapping[str, Pl
             f"llama.cpp opens a file of the architecture {name} only if all heads together are as wide as the model,"
             f" and they have {queries} and {d} features: {REMEDY}"
         )
-    taps = [x.shape[1] for tensor, x in tensors.items() if tensor.endswith(f"{_TAPS}.weight")]
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if architecture.ungrouped and heads != kv_heads:
+        raise HandgradError(
+            f"llama.cpp opens a file of the architecture {name} only if every head of queries has keys of its own, and"
+            f" {heads} heads share {kv_heads}: {REMEDY}"
+        )
+    groups = config.get("n_group", 1)
+    if groups > 1 and config["topk_group"] >= groups:
+        raise HandgradError(
+            f"llama.cpp opens no file whose tokens choose among all {groups} groups of experts: set n_group and topk_group"
+            " to 1 in config.json, which is the same"
+        )
+    taps = [x.shape[1] for tensor, x in tensors.items() if tensor.endswith("shortconv.conv.weight")]
     if name == "lfm2" and max(taps, default=0) < 2:
         raise HandgradError(
             f"llama.cpp opens a file of the architecture lfm2 only with a convolution of two taps or more: {REMEDY}"
@@ -152,10 +163,11 @@ def _metadata(name: str, architecture: Architecture, config: Mapping[str, Any]) 
     found: dict[str, Any] = {}
     fields = {**_KEYS, architecture.eps[1]: (architecture.eps[0],)}
     for key, field in architecture.keys.items():
-        fields[field] = (key,)
+        fields[field] = (*fields.get(field, ()), key)
     for field, keys in fields.items():
         if config.get(field) is not None:
             found |= {f"{name}.{key}": config[field] for key in keys}
+    found |= {f"{name}.{key}": value for key, value in architecture.constants.items()}
     if "conv_L_cache" in config:  # blocks with a short convolution have no keys
         heads = config["num_key_value_heads"]
         kv = [0 if kind == "conv" else heads for kind in config["layer_types"]]
@@ -221,37 +233,53 @@ def _blocks(config: Mapping[str, Any]) -> int:
     return int(config.get("num_hidden_layers") or config["n_layer"])
 
 
-def _ordered(
-    architecture: Architecture, config: Mapping[str, Any], weights: Mapping[str, Tensor]
-) -> dict[str, tuple[str, int, str]]:
-    """GGUF's name of every tensor → the layer, its block (−1: outside) and Hugging Face's name."""
-    groups = [("", "", -1, architecture.outer)]
-    groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", i, architecture.block) for i in range(_blocks(config))]
-    found = {
-        f"{prefix}{name}.{kind}": (name, block, f"{hf_prefix}{layer.name}.{kind}")
-        for prefix, hf_prefix, block, layers in groups
-        for name, layer in layers.items()
-        for kind in ("weight", "bias")
-        if f"{hf_prefix}{layer.name}.{kind}" in weights
-    }
-    unknown = sorted({*weights} - {hf_name for _, _, hf_name in found.values()})
+class _Place(NamedTuple):
+    """The tensors of a model that a file holds in one."""
+
+    layer: str
+    name: str  # Hugging Face's, with a * for the number of an expert
+    names: list[str]  # of every expert, or itself
+    sizes: tuple[str, ...]
+
+
+def _ordered(architecture: Architecture, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, _Place]:
+    """By GGUF's name of every tensor."""
+    groups = [("", "", architecture.outer)]
+    groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(_blocks(config))]
+    n_experts = config.get(architecture.keys.get("expert_count", ""), 0)
+    found: dict[str, _Place] = {}
+    for prefix, hf_prefix, layers in groups:
+        for layer, table in layers.items():
+            for kind, name, sizes in table.tensors(with_bias=True):
+                hf_name = hf_prefix + name
+                names = [hf_name.replace("*", str(e)) for e in range(n_experts)] if "*" in name else [hf_name]
+                if names[0] in weights:
+                    found[f"{prefix}{layer}.{kind}"] = _Place(layer, hf_name, names, sizes)
+    unknown = sorted({*weights} - {hf_name for place in found.values() for hf_name in place.names})
     if unknown:
         raise HandgradError(f"a GGUF file of a {architecture.model_class} has no name for {unknown[0]}")
     return found
+
+
+def _without_ones(w: Tensor, sizes: tuple[str, ...]) -> Tensor:
+    """The shape that GGUF has for a weight."""
+    return w.reshape([n for n, size in zip(w.shape, sizes, strict=False) if size != "one"]) if "one" in sizes else w
 
 
 def _is_transposed(architecture: Architecture, layer: str, w: Tensor) -> bool:
     return layer in architecture.transposed and w.ndim == 2
 
 
-def _packed(architecture: Architecture, layer: str, w: Tensor, head_width: int, kind: str, name: str) -> Tensor:
-    """The bytes of a weight in GGUF's order."""
+def _packed(architecture: Architecture, layer: str, ws: list[tuple[str, Tensor]], head_width: int, kind: str) -> Tensor:
+    """The bytes in GGUF's order of a weight, or of those of all experts one after the other."""
+    return torch.cat([pack(_in_order(architecture, layer, name, w, head_width), kind, name) for name, w in ws])
+
+
+def _in_order(architecture: Architecture, layer: str, name: str, w: Tensor, head_width: int) -> Tensor:
     if architecture.permuted and layer in ("attn_q", "attn_k"):
         w = w[interleaved_order(len(w), head_width)]
     if layer == architecture.by_head:
         w = w[by_head_order(len(w), len(w) // (3 * head_width)).argsort()]
     if architecture.gain_offset and layer.endswith("norm") and name.endswith(".weight"):
         w = w + architecture.gain_offset
-    if _is_transposed(architecture, layer, w):
-        w = w.t()
-    return pack(w, kind, name)
+    return w.t() if _is_transposed(architecture, layer, w) else w

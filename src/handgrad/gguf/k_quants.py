@@ -60,10 +60,14 @@ def _fit_with_minimum(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     sum_w, sum_wx = w.sum(-1), (w * x).sum(-1)
     best = torch.full_like(sum_w, torch.inf)
     scale, offset = torch.zeros_like(sum_w), low[..., 0]
+    above_low, width = x - low, width.where(~flat, 1)
+    l, wl, product = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
     for tried in _around(levels, 1.0, 20):
-        l = ((x - low) * (tried / width.where(~flat, 1))).round_().clamp_(0, levels)
-        wl = w * l
-        sum_wl, sum_wll, sum_wlx = wl.sum(-1), (wl * l).sum(-1), (wl * x).sum(-1)
+        torch.mul(above_low, tried / width, out=l).round_().clamp_(0, levels)
+        torch.mul(w, l, out=wl)
+        sum_wl = wl.sum(-1)
+        sum_wll = torch.mul(wl, l, out=product).sum(-1)
+        sum_wlx = torch.mul(wl, x, out=product).sum(-1)
         determinant = sum_w * sum_wll - sum_wl.square()
         solvable = determinant > 0
         safe = determinant.where(solvable, 1)
@@ -72,7 +76,7 @@ def _fit_with_minimum(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
         above = b > 0  # the minimum is stored without a sign
         s = torch.where(above, sum_wlx / sum_wll.where(sum_wll > 0, 1), s)
         b = b.clamp(max=0)
-        error = (w * (s[..., None] * l + b[..., None] - x).square_()).sum(-1)
+        error = l.mul_(s[..., None]).add_(b[..., None]).sub_(x).square_().mul_(w).sum(-1)
         better = solvable & (error < best)
         best, scale, offset = torch.where(better, error, best), scale.where(~better, s), offset.where(~better, b)
     return scale, -offset

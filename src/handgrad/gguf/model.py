@@ -6,7 +6,6 @@ GPT-2's matrices are stored the other way round than in its Hugging Face files, 
 change the computation and cannot be expressed in config.json are refused by name.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,11 @@ from torch import Tensor
 from ..checks import check_integer
 from ..errors import HandgradError, shown
 from ..families import FAMILIES
-from .architectures import ARCHITECTURES, Architecture, by_head_order, half_split_order
+from .architectures import ARCHITECTURES, Architecture, by_head_order, half_split_order, table_of
 from .blocks import OF_WINDOWS, absent_layers, kv_heads_of, window
 from .file import GGUFFile, Stored, can_dequantize, dequantize, open_gguf
 from .metadata import Metadata
+from .rope import rope_of
 
 # Metadata under the architecture's name that are read, or that change nothing.
 _READ = {
@@ -33,6 +33,14 @@ _READ = {
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
     "rope.scaling.finetuned", "tensor_data_layout",
     "shortconv.l_cache",
+}  # fmt: skip
+
+# Those that count something of a mixture, and the limits of their values.
+_COUNTS = {
+    "expert_count": "n_experts", "expert_used_count": "experts_per_token", "expert_feed_forward_length": "d_expert",
+    "expert_shared_feed_forward_length": "d_shared", "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace", "expert_group_count": "expert_groups",
+    "expert_group_used_count": "groups_per_token",
 }  # fmt: skip
 
 # Those that every file has.
@@ -65,16 +73,15 @@ def describe(file: GGUFFile) -> tuple[Architecture, dict[str, Any], dict[str, in
         raise HandgradError(
             f"{file.path}: the architecture {shown(name)} is not supported; {', '.join(ARCHITECTURES)} are"
         )
-    architecture = ARCHITECTURES[name]
-    _refuse_unknown_metadata(file, name)
+    architecture = table_of(name, file.metadata)
+    _refuse_unknown_metadata(file, name, architecture)
     config, sizes = (_gpt2_config if name == "gpt2" else _config)(Metadata(file, name), architecture)
     return architecture, config, sizes
 
 
-def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
+def _refuse_unknown_metadata(file: GGUFFile, architecture: str, table: Architecture) -> None:
     """Raise for metadata that may change the computation. A value of 0, as for the number of experts, changes nothing."""
-    table = ARCHITECTURES[architecture]
-    known = {*_READ, *table.keys, *(OF_WINDOWS if table.pattern else ())}
+    known = {*_READ, *table.keys, *table.constants, *(OF_WINDOWS if table.pattern else ())}
     missing = [key for name in (*_NEEDED, *table.needed) if (key := f"{architecture}.{name}") not in file.metadata]
     for key, value in file.metadata.items():
         owner, _, name = key.partition(".")
@@ -83,6 +90,9 @@ def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
             raise HandgradError(f"{file.path}{without} {key} is {shown(value)}, which is not supported")
     if needed := [key for key in missing if key.removeprefix(f"{architecture}.") in table.needed]:
         raise HandgradError(f"{file.path} has no {needed[0]} in its metadata: convert the model again")
+    for key, only in table.constants.items():
+        if (found := file.integer(f"{architecture}.{key}")) != only:
+            raise HandgradError(f"{file.path}: {architecture}.{key} is {found}; only {only} is supported")
     if file.metadata.get(f"{architecture}.attention.causal", True) is not True:
         raise HandgradError(
             f"{file.path}: {architecture}.attention.causal is not true; only causal models are supported"
@@ -109,7 +119,7 @@ def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any]
     if rotated % 2:
         key = "rope.dimension_count" if architecture.partial else "attention.key_length"
         given.refuse(key, f"and heads have {d_head}; rotation needs an even width")
-    rope = _rope(given, rotated)
+    rope = rope_of(given, rotated)
     if architecture.partial:
         rope["partial_rotary_factor"] = rotated / d_head
     config = {
@@ -125,6 +135,7 @@ def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any]
         architecture.activation[0]: architecture.activation[1],
         architecture.eps[1]: given.number(architecture.eps[0]),
         "rope_parameters": rope,
+        **architecture.fixed,
         **_by_keys(given, architecture),
     }
     if name == "lfm2":
@@ -148,6 +159,8 @@ def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any]
         config.setdefault("attention_multiplier", d_head**-0.5)
         if file.metadata.get(f"{name}.rope.scaling.finetuned") is False and name == "granite":
             given.refuse("rope.scaling.finetuned", "which turns rotation off; only models with rotation are supported")
+    if name == "gpt-oss" and rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as in every published one; llama.cpp computes it otherwise
     config |= window(given, architecture, blocks, rope)
     if rope["rope_type"] == "longrope" and "longrope" in FAMILIES[config["model_type"]].rope_types:
         config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
@@ -155,7 +168,7 @@ def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any]
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
         "queries": heads * d_head, "keys": kv_heads * d_head, "qkv": (heads + 2 * kv_heads) * d_head,
         "gate_up": 2 * config["intermediate_size"], "heads": heads, "gates": 3 * d,
-        "taps": config.get("conv_L_cache", 0),
+        "taps": config.get("conv_L_cache", 0), "one": 1, **_expert_sizes(architecture, config),
     }  # fmt: skip
     fields = FAMILIES[config["model_type"]].fields
     if "head_dim" not in fields:
@@ -172,9 +185,24 @@ def _by_keys(given: Metadata, architecture: Architecture) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, name in architecture.keys.items():
         value = given.file.metadata.get(f"{given.architecture}.{key}")
-        if value is not None:
+        if value is None:
+            continue
+        if limit := _COUNTS.get(key):
+            found[name] = given.integer(key, limit)
+        else:
             found[name] = value if isinstance(value, bool) else given.number(key)
     return found
+
+
+def _expert_sizes(architecture: Architecture, config: dict[str, Any]) -> dict[str, int]:
+    """The number of experts, the width of one and that of the shared one."""
+
+    def value(key: str) -> int:
+        return int(config.get(architecture.keys.get(key, ""), 0))
+
+    width = value("expert_feed_forward_length") or config["intermediate_size"]
+    shared = value("expert_shared_feed_forward_length") or value("expert_shared_count") * width
+    return {"experts": value("expert_count"), "expert": width, "shared": shared}
 
 
 def _gpt2_config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
@@ -223,81 +251,6 @@ def _vocabulary_size(file: GGUFFile, architecture: str) -> int:
     return n
 
 
-# ── rotary frequencies ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _rope(given: Metadata, d_head: int) -> dict[str, Any]:
-    """Hugging Face's `rope_parameters`."""
-    base = given.number("rope.freq_base", 10_000.0)
-    kind = given.text("rope.scaling.type", "none")
-    factor = given.factor("rope.scaling.factor") * given.factor("rope.scale_linear")
-    if "rope_factors_long.weight" in given.file.tensors:
-        return _longrope(given, base)
-    only_yarn = ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor") if kind == "yarn" else ()
-    for key in ("rope.scaling.attn_factor", *only_yarn):
-        if given.factor(key) != 1:
-            given.refuse(key, "only 1 is supported")
-    table = given.file.tensors.get("rope_freqs.weight")
-    if table is not None:
-        if kind != "none":
-            given.refuse("rope.scaling.type", "and there is a rope_freqs.weight too; only one of them is supported")
-        return _llama3(given.file, dequantize(table).double().flatten(), d_head, base)
-    unscaled = {"rope_type": "default", "rope_theta": base}
-    if kind in ("none", "linear"):
-        return unscaled if factor == 1 else {"rope_type": "linear", "rope_theta": base, "factor": factor}
-    if kind != "yarn":
-        given.refuse("rope.scaling.type", "only none, linear and yarn are supported, and longrope with its tables")
-    return {
-        "rope_type": "yarn",
-        "rope_theta": base,
-        "factor": factor,
-        "original_max_position_embeddings": given.integer("rope.scaling.original_context_length", "n_context"),
-        "beta_fast": given.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": given.number("rope.scaling.yarn_beta_slow", 1.0),
-    }
-
-
-def _longrope(given: Metadata, base: float) -> dict[str, Any]:
-    tables = {name: given.file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
-    if any(table is None for table in tables.values()):
-        raise HandgradError(f"{given.file.path} has only one of rope_factors_long.weight and rope_factors_short.weight")
-    return {
-        "rope_type": "longrope",
-        "rope_theta": base,
-        "original_max_position_embeddings": given.integer("rope.scaling.original_context_length", "n_context"),
-        "attention_factor": given.factor("rope.scaling.attn_factor"),
-        **{f"{name}_factor": dequantize(x).flatten().tolist() for name, x in tables.items() if x is not None},
-    }
-
-
-def _llama3(file: GGUFFile, divisors: Tensor, d_head: int, base: float) -> dict[str, Any]:
-    """The llama3 scaling that divides the frequencies θ_i by these numbers.
-
-    With s_i = (n θ_i/2π − 1)/(4 − 1) clamped to [0, 1], the divisors are 1/((1 − s_i)/f + s_i): f is the largest, and each
-    one between 1 and f gives n, the context trained on. The factors 1 and 4 are those of every published model."""
-    low, high = 1.0, 4.0
-    theta = base ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
-    if len(divisors) == len(theta) and divisors.isfinite().all() and divisors.min() >= 1:
-        f = float(divisors.max())
-        between = (divisors > 1) & (divisors < f)
-        share = (1 / divisors[between] - 1 / f) / (1 - 1 / f)
-        estimates = 2 * math.pi * (share * (high - low) + low) / theta[between]
-        n = round(float(estimates.median())) if len(estimates) else 8192
-        s = ((n * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        if torch.allclose(divisors, 1 / ((1 - s) / f + s), rtol=1e-4, atol=0):
-            return {
-                "rope_type": "llama3",
-                "rope_theta": base,
-                "factor": f,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": n,
-            }
-    raise HandgradError(
-        f"{file.path}: rope_freqs.weight is not that of Llama 3's scaling, which is the only one supported"
-    )
-
-
 # ── tensors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -307,15 +260,20 @@ def _tensors(
     """The tensors by Hugging Face's names. Every one that the configuration implies, and no other."""
     tensors = {}
     used = set()
-    for name, hf_name, shape in expected(architecture, config, sizes):
-        stored = file.tensors.get(name)
-        if stored is None:
-            raise HandgradError(f"{file.path} has no tensor {name}: convert the model again")
-        if stored.shape != shape:
-            raise HandgradError(f"{file.path}: {name} has the shape {stored.shape}, expected {shape}")
-        if not can_dequantize(stored.kind):
-            raise HandgradError(f"{file.path}: {name} is stored as {stored.kind}, which cannot be unpacked")
+    for name, hf_name, shape, hf_shape in expected(architecture, config, sizes):
+        of_experts = "*" in hf_name
+        singles = [name.replace("_exps.", f".{e}.") for e in range(shape[0])] if of_experts else []
+        if singles and singles[0] in file.tensors:  # an older file has a tensor of each expert
+            for e, single in enumerate(singles):
+                tensors[hf_name.replace("*", str(e))] = _found(file, single, shape[1:])
+            used |= {*singles}
+            continue
+        stored = _found(file, name, shape)
         used.add(name)
+        if of_experts:
+            for e, data in enumerate(stored.data.chunk(shape[0])):
+                tensors[hf_name.replace("*", str(e))] = Stored(stored.kind, shape[1:], data)
+            continue
         layer = name.split(".")[-2]
         if architecture.permuted and layer in ("attn_q", "attn_k"):
             stored = _half_split(stored, sizes["head"], f"{file.path}: {name}")
@@ -323,8 +281,8 @@ def _tensors(
             stored = _reordered(stored, by_head_order(shape[0], sizes["heads"]), f"{file.path}: {name}")
         if layer in architecture.transposed and len(shape) == 2:
             stored = _transposed(stored)
-        if name.endswith("shortconv.conv.weight"):  # (d, 1, L) in Hugging Face's files
-            stored = Stored("F32", (shape[0], 1, shape[1]), dequantize(stored).contiguous().view(torch.uint8))
+        elif hf_shape != shape:
+            stored = Stored("F32", hf_shape, dequantize(stored).contiguous().view(torch.uint8))
         if architecture.gain_offset and name.endswith("norm.weight"):
             gain = dequantize(stored) - architecture.gain_offset
             stored = Stored("F32", shape, gain.view(torch.uint8))
@@ -335,27 +293,37 @@ def _tensors(
     return tensors
 
 
+def _found(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Stored:
+    """The tensor of this name, which must have this shape."""
+    stored = file.tensors.get(name)
+    if stored is None:
+        raise HandgradError(f"{file.path} has no tensor {name}: convert the model again")
+    if stored.shape != shape:
+        raise HandgradError(f"{file.path}: {name} has the shape {stored.shape}, expected {shape}")
+    if not can_dequantize(stored.kind):
+        raise HandgradError(f"{file.path}: {name} is stored as {stored.kind}, which cannot be unpacked")
+    return stored
+
+
 def expected(
     architecture: Architecture, config: dict[str, Any], sizes: dict[str, int]
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """GGUF's name, Hugging Face's name and the stored shape of every tensor."""
+) -> Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
+    """GGUF's name, Hugging Face's name and the shapes in both of every tensor. Those of experts, whose name has a *, are in
+    one tensor."""
     n_blocks = config.get("num_hidden_layers") or config["n_layer"]
     with_bias = {*architecture.biases}
     for choice, layers in architecture.choices.items():
         with_bias |= {*layers} if config[choice] else set()
-    groups = [("", "", architecture.outer)]
-    groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(n_blocks)]
-    for prefix, hf_prefix, layers_of_group in groups:
-        absent = absent_layers(config, prefix)
+    groups = [("", "", architecture.outer, {"output"} if config["tie_word_embeddings"] else set())]
+    groups += [
+        (f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block, absent_layers(architecture, config, i))
+        for i in range(n_blocks)
+    ]
+    for prefix, hf_prefix, layers_of_group, absent in groups:
         for name, layer in layers_of_group.items():
-            if absent and name.startswith(absent):
-                continue
-            if name == "output" and config["tie_word_embeddings"]:
-                continue
-            shape = tuple(sizes[size] for size in layer.sizes)
-            yield f"{prefix}{name}.weight", f"{hf_prefix}{layer.name}.weight", shape
-            if name in with_bias:
-                yield f"{prefix}{name}.bias", f"{hf_prefix}{layer.name}.bias", shape[:1]
+            for kind, hf_name, names in layer.tensors(name in with_bias) if name not in absent else ():
+                shape = tuple(sizes[size] for size in names if size != "one")
+                yield f"{prefix}{name}.{kind}", f"{hf_prefix}{hf_name}", shape, tuple(sizes[size] for size in names)
 
 
 def _half_split(stored: Stored, d_head: int, name: str) -> Stored:

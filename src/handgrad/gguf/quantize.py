@@ -11,11 +11,13 @@ from ..errors import HandgradError, option
 from . import k_quants
 
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0")
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+EXPERTS = "MXFP4"  # of the experts' matrices; the others in Q8_0
+TYPES = (*FLOATS, "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", EXPERTS)
 MIXTURE = "Q4_K_M"  # Q4_K, and Q6_K where the loss suffers most
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, MIXTURE: 15, "Q5_K": 16,
-    "Q6_K": 18, "BF16": 32,
+    "Q6_K": 18, "BF16": 32, EXPERTS: 38,
 }  # fmt: skip
 _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # blocks of 32
 _LARGEST = torch.finfo(torch.float16).max
@@ -30,15 +32,20 @@ def check_type(name: str) -> str:
     return kind
 
 
-def type_for(layer: str, block: int, n_blocks: int, shape: tuple[int, ...], wanted: str, tied: bool) -> str:
-    """The type of a layer's weight (`block` −1 outside the blocks) in a file of the type `wanted`. Vectors stay in float32,
-    and so do the few matrices that llama.cpp never rounds."""
-    if len(shape) == 1 or layer in ("position_embd", "ffn_gate_inp"):
+def type_for(name: str, n_blocks: int, shape: tuple[int, ...], wanted: str, tied: bool) -> str:
+    """The type of the tensor `name` in a file of the type `wanted`. Vectors, those of experts in one tensor as well, stay in
+    float32, and so do the few matrices that llama.cpp never rounds."""
+    *of_block, layer, part = name.split(".")
+    if len(shape) == 1 or part == "bias" or layer in ("position_embd", "ffn_gate_inp", "conv"):
         return "F32"
-    kind = _of_mixture(layer, block, n_blocks, tied) if wanted == MIXTURE else wanted
+    kind = wanted
+    if wanted == MIXTURE:
+        kind = _of_mixture(layer, int(of_block[1]) if of_block else -1, n_blocks, tied)
+    if wanted == EXPERTS and not layer.endswith("_exps"):
+        kind = "Q8_0"
     if kind in K_QUANTS and shape[-1] % k_quants.BLOCK:
         kind = _NARROWER[kind]
-    return "F16" if kind[0] == "Q" and shape[-1] % 32 else kind
+    return "F16" if kind not in FLOATS and shape[-1] % 32 else kind
 
 
 def _of_mixture(layer: str, block: int, n_blocks: int, tied: bool) -> str:
@@ -71,15 +78,14 @@ def _pack(rows: Tensor, kind: str, name: str) -> Tensor:
     largest = float(found.abs().max())
     if not largest < torch.inf:
         raise HandgradError(f"{name} has values that are not finite: use an earlier checkpoint")
-    if largest > _LARGEST and kind not in ("F32", "BF16"):
+    if largest > _LARGEST and kind not in ("F32", "BF16", EXPERTS):
         raise HandgradError(
             f"{name} has values up to {largest:.3g}, above float16's: give {option('type', 'BF16')} or F32"
         )
     if kind in K_QUANTS:
         return k_quants.quantize(found, kind)
-    if kind in ("F32", "F16", "BF16"):
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
-        return found.to(dtype).contiguous().view(torch.uint8)
+    if kind in FLOATS:
+        return found.to(FLOATS[kind]).contiguous().view(torch.uint8)
     from gguf import GGMLQuantizationType, quants
 
     return torch.from_numpy(quants.quantize(found.contiguous().numpy(), GGMLQuantizationType[kind]))

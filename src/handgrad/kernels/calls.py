@@ -324,9 +324,9 @@ def _attention(
 
 # ── packed weights ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2, "BF16": 3}
+PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2, "BF16": 3, "MXFP4": 9}
 PACKED_DTYPE = torch.float32  # of their products
-BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "BF16": 64}
+BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "BF16": 64, "MXFP4": 17}
 NUMBERS_OF_BLOCK = 32
 ROUNDED = ("Q8_0", "Q4_0", "Q4_1")  # whose products with activations rounded to 8 bits have a kernel
 
@@ -356,7 +356,7 @@ def _packed(kind: str, a: Tensor, data: Tensor, out: Tensor) -> list[int]:
 # What can be unpacked: its number in packed.c, and the numbers and bytes of a block.
 UNPACKED = {
     "Q8_0": (0, 32, 34), "Q4_0": (1, 32, 18), "Q4_1": (2, 32, 20), "Q5_0": (4, 32, 22), "Q5_1": (5, 32, 24),
-    "Q4_K": (6, 256, 144), "Q5_K": (7, 256, 176), "Q6_K": (8, 256, 210),
+    "Q4_K": (6, 256, 144), "Q5_K": (7, 256, 176), "Q6_K": (8, 256, 210), "MXFP4": (9, 32, 17),
 }  # fmt: skip
 
 

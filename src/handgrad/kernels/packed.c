@@ -4,6 +4,7 @@
  *     kind 1   Q4_0   18 bytes: d, 16 bytes of nibbles   w = d (q − 8)
  *     kind 2   Q4_1   20 bytes: d, m, 16 nibbles         w = d q + m
  *     kind 3   BF16   64 bytes: 32 w (bfloat16)
+ *     kind 9   MXFP4  17 bytes: e, 16 nibbles            w = 2^(e − 128) c, c twice the float of 4 bits
  *
  * and, to be unpacked only, five bits and K-quants, in groups g of 32 or (Q6_K) 16 of a block's 256 numbers:
  *
@@ -47,6 +48,20 @@ INLINE ints widen(const uint8_t *x) {
 #endif
 }
 
+/* 2^(e − 128), which is denormal for e = 0 and 1 */
+INLINE float power_of_2(uint32_t e) {
+    union { uint32_t i; float f; } u = {.i = e < 2 ? 0x200000u << e : e - 1 << 23};
+    return u.f;
+}
+
+/* the integers that nibbles stand for: of kind 9, ±(0, 1, 2, 3, 4, 6, 8, 12), two bits of exponent and one of fraction */
+INLINE ints integers(int kind, ints q) {
+    if (kind != 9) return kind == 1 ? q - 8 : q;
+    ints size = q & 7, sign = -(q >> 3 & 1);
+    size = ((2 + (size & 1)) << (size >> 1) >> 1) + (size == 0); /* a comparison is −1 where it is true */
+    return (size ^ sign) - sign;
+}
+
 /* the 32 numbers of a block */
 INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {
     if (kind == 3) {
@@ -54,7 +69,7 @@ INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {
             w[v] = (floats)(__builtin_convertvector(*(const shorts *)(x + 2 * v * LANES), words) << 16);
         return;
     }
-    float d = half(x);
+    float d = kind == 9 ? power_of_2(x[0]) : half(x);
     if (kind == 0) {
         for (int v = 0; v < VECTORS; v++) {
             ints q = widen(x + 2 + v * LANES);
@@ -63,11 +78,10 @@ INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {
         return;
     }
     float m = kind == 2 ? half(x + 2) : 0;
-    const uint8_t *nibbles = x + (kind == 1 ? 2 : 4);
-    const int middle = kind == 1 ? 8 : 0;
+    const uint8_t *nibbles = x + (kind == 9 ? 1 : kind == 1 ? 2 : 4);
 #if LANES == 16 /* a table of the 16 numbers; the index is the low four bits */
     const ints steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    floats table = d * __builtin_convertvector(steps - middle, floats);
+    floats table = d * __builtin_convertvector(integers(kind, steps), floats);
     if (kind == 2) table += m;
     ints q = widen(nibbles);
     w[0] = (floats)_mm512_permutexvar_ps((__m512i)q, (__m512)table);
@@ -75,8 +89,8 @@ INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {
 #else
     for (int v = 0; v < VECTORS / 2; v++) {
         ints q = widen(nibbles + v * LANES);
-        w[v] = d * __builtin_convertvector((q & 15) - middle, floats);
-        w[v + VECTORS / 2] = d * __builtin_convertvector((q >> 4 & 15) - middle, floats);
+        w[v] = d * __builtin_convertvector(integers(kind, q & 15), floats);
+        w[v + VECTORS / 2] = d * __builtin_convertvector(integers(kind, q >> 4 & 15), floats);
         if (kind == 2) w[v] += m, w[v + VECTORS / 2] += m;
     }
 #endif
@@ -123,6 +137,7 @@ void packed_product_part(size kind, size n, size f_in, size f_out, const float *
     if (kind == 1) product(1, n, f_in, f_out, a, as, w, out, os);
     if (kind == 2) product(2, n, f_in, f_out, a, as, w, out, os);
     if (kind == 3) product(3, n, f_in, f_out, a, as, w, out, os);
+    if (kind == 9) product(9, n, f_in, f_out, a, as, w, out, os);
 }
 
 void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out,
@@ -173,11 +188,15 @@ INLINE void unpack_group(int kind, const uint8_t *x, int g, floats w[VECTORS]) {
     }
 }
 
-/* 32 numbers to `out` as floats, or rounded to bfloat16: to nearest, ties to even; NaN stays NaN */
-INLINE void store(const floats w[VECTORS], void *out, size at, size as_floats) {
+/* 32 numbers to `out` as floats, or rounded to bfloat16: to nearest, ties to even; NaN stays NaN. Those of kind 9 are exact. */
+INLINE void store(int kind, const floats w[VECTORS], void *out, size at, size as_floats) {
     for (int v = 0; v < VECTORS; v++) {
         if (as_floats) {
             *(floats *)((float *)out + at + v * LANES) = w[v];
+            continue;
+        }
+        if (kind == 9) {
+            *(shorts *)((uint16_t *)out + at + v * LANES) = __builtin_convertvector((words)w[v] >> 16, shorts);
             continue;
         }
 #ifdef __AVX512BF16__ /* would make denormal floats 0: all numbers here are multiples of 2⁻²⁴ */
@@ -196,10 +215,10 @@ INLINE void unpack(int kind, size bytes, int groups, size blocks, const uint8_t 
     for (size b = first; b < end; b++)
         for (int g = 0; g < groups; g++) {
             floats x[VECTORS];
-            if (kind >= 6) unpack_group(kind, w + b * bytes, g, x);
-            else if (kind >= 4) unpack_five_bits(kind, w + b * bytes, x);
+            if (kind >= 6 && kind < 9) unpack_group(kind, w + b * bytes, g, x);
+            else if (kind == 4 || kind == 5) unpack_five_bits(kind, w + b * bytes, x);
             else unpack_block(kind, w + b * bytes, x);
-            store(x, out, (b * groups + g) * PER_BLOCK, as_floats);
+            store(kind, x, out, (b * groups + g) * PER_BLOCK, as_floats);
         }
 }
 
@@ -208,8 +227,8 @@ void hg_packed_unpack(size kind, size blocks, const uint8_t *w, void *out, size 
 #define OF_KIND(k, bytes, groups)                                                                                        \
     if (kind == k && as_floats) unpack(k, bytes, groups, blocks, w, out, 1);                                             \
     if (kind == k && !as_floats) unpack(k, bytes, groups, blocks, w, out, 0);
-    PRAGMA(omp parallel if (blocks * (kind < 6 ? 1 : 8) * PER_BLOCK >= PARALLEL_FROM)) {
+    PRAGMA(omp parallel if (blocks * (kind < 6 || kind == 9 ? 1 : 8) * PER_BLOCK >= PARALLEL_FROM)) {
         OF_KIND(0, 34, 1) OF_KIND(1, 18, 1) OF_KIND(2, 20, 1) OF_KIND(4, 22, 1) OF_KIND(5, 24, 1)
-        OF_KIND(6, 144, 8) OF_KIND(7, 176, 8) OF_KIND(8, 210, 8)
+        OF_KIND(6, 144, 8) OF_KIND(7, 176, 8) OF_KIND(8, 210, 8) OF_KIND(9, 17, 1)
     }
 }

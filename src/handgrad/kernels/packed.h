@@ -25,4 +25,6 @@ INLINE float half(const uint8_t *x) {
 #endif
 }
 
-INLINE int64_t block_bytes(int kind) { return kind == 0 ? 34 : kind == 1 ? 18 : kind == 2 ? 20 : 64; }
+INLINE int64_t block_bytes(int kind) {
+    return kind == 0 ? 34 : kind == 1 ? 18 : kind == 2 ? 20 : kind == 9 ? 17 : 64;
+}

@@ -12,6 +12,7 @@ K-quant are divided into groups g, each with integer scales s_g and t_g.
     Q4_1   20    d, m, 16 nibbles                                 32   d q + m
     Q5_0   22    d, 4 bits, 16 nibbles                            32   d (q − 16)
     Q5_1   24    d, m, 4 bits, 16 nibbles                         32   d q + m
+    MXFP4  17    e (uint8), 16 nibbles                            32   2^(e − 128) c_q
     Q4_K   144   d, m, 12 scales, 4 × 32 nibbles                 256   (d s_g) q − m t_g      8 groups of 32
     Q5_K   176   d, m, 12 scales, 32 bits, 4 × 32 nibbles        256   (d s_g) q − m t_g      8 groups of 32
     Q6_K   210   2 × 64 nibbles, 2 × 32 pairs, 16 s (int8), d    256   (d s_g) (q − 32)       16 groups of 16
@@ -19,6 +20,8 @@ K-quant are divided into groups g, each with integer scales s_g and t_g.
 "n nibbles" are n bytes: their low halves are the bits 0–3 of n numbers, their high halves those of the next n. Bits 4 (and
 5) come from "bits" and "pairs": bit j of the 32-bit word of Q5_0 and Q5_1 belongs to number j; bit g of byte j in Q5_K to
 number j of group g; bits 2i and 2i+1 of byte j in Q6_K to number 32 i + j of the half. Scales of 6 bits: see `_six_bits`.
+
+MXFP4 has floats of 4 bits, a sign, two of exponent and one of fraction: c_q is twice that of number q, an integer.
 
 The product of a scale with q is exact in float32, so w is rounded at most once, whatever the order of the operations, and
 the results equal those of other programs to the last bit.
@@ -34,6 +37,7 @@ from ..kernels import calls, library
 
 ROUNDED = calls.ROUNDED  # kinds that are multiplied with activations of 8 bits, in a model that rounds those
 FEW_ROWS = 16  # up to here a product is faster with packed weights than with unpacked ones
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the floats of 4 bits
 NUMBERS_PER_THREAD = 1 << 18  # at once, so that all steps of a part work in the cache of a core
 
 
@@ -225,6 +229,15 @@ def _q6_k(x: Tensor, out: Tensor) -> None:
     out.view(-1, 16, 16).mul_(scale.unsqueeze(2))
 
 
+def _mxfp4(x: Tensor, out: Tensor) -> None:
+    e = x[:, :1].to(torch.int32)
+    d = torch.where(e < 2, 0x200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)  # denormal for e = 0 and 1
+    q = x[:, 1:].to(torch.int32)
+    c = torch.tensor(FP4, dtype=torch.float32, device=x.device)
+    for half, numbers in zip((q & 15, q >> 4), out.view(-1, 2, 16).unbind(1), strict=True):
+        torch.mul(c.index_select(0, half.flatten()).view(half.shape), d, out=numbers)
+
+
 def _scales(x: Tensor, start: int, count: int) -> Tensor:
     """(count, n, 1): `count` float16 of each block, from byte `start`. Contiguous before they are converted, which is ten
     times as fast."""
@@ -280,6 +293,7 @@ KINDS = {name: Kind(1, dtype.itemsize, _float(dtype)) for name, dtype in FLOATS.
     "Q4_1": Kind(32, 20, _q4_1),
     "Q5_0": Kind(32, 22, _q5_0),
     "Q5_1": Kind(32, 24, _q5_1),
+    "MXFP4": Kind(32, 17, _mxfp4),
     "Q4_K": Kind(256, 144, _q4_k),
     "Q5_K": Kind(256, 176, _q5_k),
     "Q6_K": Kind(256, 210, _q6_k),

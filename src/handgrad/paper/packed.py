@@ -126,6 +126,18 @@ def q6_k(b: Bytes) -> list[float]:
     return w
 
 
+def mxfp4(b: Bytes) -> list[float]:
+    """w_j = 2^(e − 128) c_j, where c_j / 2 is a float of 4 bits"""
+    return [math.ldexp(float_of_4_bits(q), b[0] - 128) for q in nibbles(b[1:])]
+
+
+def float_of_4_bits(q: int) -> int:
+    """Twice (−1)^sign 2^(e − 1) (1 + f/2), of two bits e and one bit f; for e = 0, (−1)^sign f"""
+    f, e, sign = bits(q, 0, 1), bits(q, 1, 2), bits(q, 3, 1)
+    size = (2 + f) * 2**e // 2 if e else f
+    return -size if sign else size
+
+
 # kind: bytes of a block, and its numbers
 BLOCKS: dict[str, tuple[int, Callable[[Bytes], list[float]]]] = {
     "F32": (4, lambda b: [binary(b, 8, 23)]),
@@ -136,6 +148,7 @@ BLOCKS: dict[str, tuple[int, Callable[[Bytes], list[float]]]] = {
     "Q4_1": (20, q4_1),
     "Q5_0": (22, q5_0),
     "Q5_1": (24, q5_1),
+    "MXFP4": (17, mxfp4),
     "Q4_K": (144, q4_k),
     "Q5_K": (176, q5_k),
     "Q6_K": (210, q6_k),

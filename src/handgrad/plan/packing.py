@@ -1,6 +1,7 @@
 """Matrices that stay packed: their bytes, the buffers into which they are unpacked, and how often."""
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
@@ -57,23 +58,43 @@ def packed_count(config: ModelConfig, kinds: Kinds) -> int:
 
 def buffers(config: ModelConfig, kinds: Kinds) -> tuple[int, int]:
     """Numbers in the buffers of a block, which all blocks share, and in that of the head. They do not exist at the same
-    time."""
-    in_block: Counter[int] = Counter()
+    time. Experts are unpacked one after the other into the same buffers."""
+    in_block: defaultdict[int, Counter[Shape]] = defaultdict(Counter)
     for name in kinds:
-        if (i := block_of(name)) is not None:
-            in_block[i] += prod(matrices(config)[name])
+        if (i := block_of(name)) is not None and _expert(name) in (None, 0):
+            in_block[i][matrices(config)[name]] += 1
+    pool: Counter[Shape] = Counter()
+    for shapes in in_block.values():
+        pool |= shapes
     rows = min(config.n_vocab, ROWS_OF_PART)
-    return max(in_block.values(), default=0), rows * config.d_model if _head(config) in kinds else 0
+    of_block = sum(count * prod(shape) for shape, count in pool.items())
+    return of_block, rows * config.d_model if _head(config) in kinds else 0
 
 
-def uses(config: ModelConfig, kinds: Kinds, groups: int) -> dict[tuple[str, Shape], int]:
-    """How often a step unpacks matrices of each type and shape: those of a block once in each pass, that of the head twice
-    for each of the `groups` of rows; a head that is not divided into parts once."""
-    found: Counter[tuple[str, Shape]] = Counter()
+def uses(config: ModelConfig, kinds: Kinds, groups: int, of_expert: float = 2) -> dict[tuple[str, Shape], float]:
+    """How often a step unpacks matrices of each type and shape: those of a block once in each pass, those of an expert
+    `of_expert` times, that of the head twice for each of the `groups` of rows; one that is not divided into parts once."""
+    found: defaultdict[tuple[str, Shape], float] = defaultdict(float)
     of_head = 2 * groups if config.n_vocab > ROWS_OF_PART else 1
     for name, kind in kinds.items():
-        found[kind, matrices(config)[name]] += 2 if block_of(name) is not None else of_head * (name == _head(config))
+        in_block = 2 if _expert(name) is None else of_expert
+        found[kind, matrices(config)[name]] += (
+            in_block if block_of(name) is not None else of_head * (name == _head(config))
+        )
     return {key: count for key, count in found.items() if count}
+
+
+def uses_of_expert(config: ModelConfig, pieces: int, tokens: int, recompute: bool) -> float:
+    """How often a step unpacks a matrix of an expert, on average: in each pass of every piece, of so many tokens, in which a
+    token goes to it."""
+    k, among = config.experts_per_token or 1, config.n_experts or 1
+    return pieces * (3 if recompute else 2) * (1 - (1 - k / among) ** tokens)
+
+
+def _expert(name: str) -> int | None:
+    """The number of the expert that has this matrix."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return None if found is None else int(found[1])
 
 
 def _head(config: ModelConfig) -> str:

@@ -29,7 +29,7 @@ from ..ops.packed import bytes_per_row
 from .estimate import Plan, make_plan
 from .memory import BYTES
 from .outline import kinds_of_blocks, linear_layers, with_blocks
-from .packing import unpacked_kinds, uses
+from .packing import unpacked_kinds, uses, uses_of_expert
 
 LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; a larger one is predicted from the matmul rate alone
 UNPACKED_ROWS = 4096  # most that are unpacked to measure the time
@@ -67,9 +67,10 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
     rows = rows_at_once(plan.config.n_vocab, head_trains=False)
     pieces, with_target = -(-plan.batch * plan.tokens // plan.piece), plan.piece // plan.tokens * plan.rows
     groups = pieces * -(-with_target // rows)
+    of_expert = uses_of_expert(plan.config, pieces, plan.piece, plan.recompute == "blocks")
     return _computing(plan, budget) + sum(
         count * unpack_seconds(kind, shape, "bfloat16" if plan.mixed else plan.dtype)
-        for (kind, shape), count in uses(plan.config, unpacked_kinds(plan.kinds, plan.mixed), groups).items()
+        for (kind, shape), count in uses(plan.config, unpacked_kinds(plan.kinds, plan.mixed), groups, of_expert).items()
     )
 
 

@@ -97,7 +97,9 @@ class Experts(Parts):
             if not len(rows):
                 saved.append(None)
                 continue
-            y, own = expert.forward(a_6[rows // self.routing.k], run.of_rows(rows // self.routing.k, len(a_6)))
+            with run.weights.part() as weights:
+                part = run.of_rows(rows // self.routing.k, len(a_6))._replace(weights=weights)
+                y, own = expert.forward(a_6[rows // self.routing.k], part)
             saved.append(own)
             if outputs is None:
                 self._add(a_9, y, rows, gates)
@@ -157,11 +159,13 @@ class Experts(Parts):
                 _no_rows(expert, delta_9, a.a, part)
                 continue
             its = Rows(a.a[tokens], a.signal_needed)
-            if run.edited:
-                signal, _ = expert.backward_gated(alone.view(-1, delta_9.shape[1])[rows], own, its, part)
-            else:
-                signal, of_gate = expert.backward_gated(delta_9[tokens], own, its, part, gates.view(-1)[rows])
-                assert of_gate is not None
+            above = alone.view(-1, delta_9.shape[1])[rows] if run.edited else delta_9[tokens]
+            with run.weights.part() as weights:
+                part = part._replace(weights=weights)
+                signal, of_gate = expert.backward_gated(
+                    above, own, its, part, None if run.edited else gates.view(-1)[rows]
+                )
+            if of_gate is not None:
                 delta_g[rows] = of_gate.to(delta_g.dtype)
             if delta is not None:
                 delta.index_add_(0, tokens, signal)

@@ -21,7 +21,7 @@ from .weights import Scratch
 
 BITS = (4, 8)
 NUMBERS = 32  # that share a scale
-_NARROW = {4: ("Q4_0", "Q4_1"), 8: ("Q8_0", "Q4_0", "Q4_1")}
+_NARROW = {4: ("Q4_0", "Q4_1", "MXFP4"), 8: ("Q8_0", "Q4_0", "Q4_1", "MXFP4")}
 _KIND = {4: "Q4_1", 8: "Q8_0"}
 
 

@@ -4,7 +4,8 @@
         block.forward(a_1, Pass(weights=weights))          layers take their matrices from there
 
 A matrix that is stored as something else than it is computed with passes through here. Exceptions are unpacked where they
-are used: the rows that an embedding looks up, and a large head, which is unpacked in parts.
+are used: the rows that an embedding looks up, and a large head, which is unpacked in parts. The experts of a mixture are
+unpacked one after the other, in every piece of the batch, and only those that have rows there.
 """
 
 from collections import defaultdict
@@ -29,6 +30,11 @@ class Weights:
     def unpacked(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
         """The numbers of a packed matrix, for reading."""
         return matrix.unpack(dtype=dtype)
+
+    @contextmanager
+    def part(self) -> Iterator["Weights"]:
+        """Weights for a part of the block, as an expert is: its unpacked matrices are released when it has computed."""
+        yield self
 
     def product(self, a: Tensor, matrix: Packed, out: Tensor | None = None) -> Tensor | None:
         """a wᵗ with packed weights, (n, rows), written to `out` if that is given; None where the product with the unpacked
@@ -61,6 +67,11 @@ class Fetched(Weights):
         if (matrix, dtype) not in self.buffers:
             self.buffers[matrix, dtype] = matrix.unpack(self.scratch.take(matrix, dtype))
         return self.buffers[matrix, dtype]
+
+    @contextmanager
+    def part(self) -> Iterator[Weights]:
+        with self.scratch.fetch(self.few_rows, self.dtype, self.rounds) as weights:
+            yield weights
 
     def product(self, a: Tensor, matrix: Packed, out: Tensor | None = None) -> Tensor | None:
         rounds = self._rounds(a, matrix)
