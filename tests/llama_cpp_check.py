@@ -76,13 +76,12 @@ def check_greedy(
                 break
             first, second = theirs[at].topk(2).indices.tolist()
             mine = logits(model, ids + ours[:at])[-1]
-            gaps = [(x[first] - x[second]).item() for x in (theirs[at], mine)]
+            both = [[x[id].item() for id in (first, second)] for x in (theirs[at], mine)]
+            gaps = [a - b for a, b in both]
             tie = ours[at] == second and max(map(abs, gaps)) < 2 * close
-            words = " and ".join(repr(known.decode([x])) for x in (first, second))
-            found = (
-                f"token {at + 1}, {words}: llama.cpp {theirs[at][first]:.5f} {theirs[at][second]:.5f} ({gaps[0]:.1e}),"
-            )
-            found += f" ours {mine[first]:.5f} {mine[second]:.5f} ({gaps[1]:.1e}); elsewhere they differ by {close:.1e}"
+            words = " and ".join(repr(known.decode([id])) for id in (first, second))
+            found = "llama.cpp {:.5f} {:.5f}, ours {:.5f} {:.5f}; gaps {:.1e} {:.1e}".format(*both[0], *both[1], *gaps)
+            found = f"token {at + 1}, {words}: {found}; elsewhere logits differ by {close:.1e}"
             results.line(f"{name}, {text!r}, {'a tie' if tie else 'other tokens'}", tie, found)
             if not tie:
                 break
