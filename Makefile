@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench and gguf-check
-LLAMA_PYTHON := build/llama-cpp# environment of make gguf-check
+LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench, gguf-check and llama-check
+LLAMA_PYTHON := build/llama-cpp# environment of make gguf-check and llama-check
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 TORCH := 2.13.0# version of torch for make constraints
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
@@ -15,7 +15,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/torch/
 # transformers again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench gguf-check lm-eval-check \
+.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench gguf-check llama-check lm-eval-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -140,14 +140,19 @@ llama-bench: $(VENV)/.ready
 	cp build/llama/made/bin/llama-bench $(BIN)/
 
 # llama.cpp, in a separate environment, opens files of handgrad convert --gguf; it must compute what we do. Building it takes ten
-# minutes and a C++ compiler, the comparison five.
+# minutes and a C++ compiler, the comparison five. With OpenBLAS (apt-get install libopenblas-dev) it computes packed weights
+# without rounding to 8 bits what they multiply.
 gguf-check: $(VENV)/.ready-for-tests $(LLAMA_PYTHON)/.ready
 	$(BIN)/python tests/gguf_check.py --program $(LLAMA_PYTHON)/bin/python
 
+llama-check: $(VENV)/.ready-for-tests $(LLAMA_PYTHON)/.ready  # perplexities and continuations of real models are llama.cpp's; needs 12 GB of disk
+	$(BIN)/python tests/llama_cpp_check.py --program $(LLAMA_PYTHON)/bin/python
+
 $(LLAMA_PYTHON)/.ready: Makefile
 	$(PYTHON) -m venv $(LLAMA_PYTHON)
-	CMAKE_ARGS='-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF' \
-		$(LLAMA_PYTHON)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python==$(LLAMA)
+	CMAKE_ARGS="-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF \
+		$$(pkg-config --exists openblas 2>/dev/null && echo -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS)" \
+		$(LLAMA_PYTHON)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir llama-cpp-python==$(LLAMA)
 	@touch $@
 
 # lm-eval, in a separate environment, scores a task over HTTP; the scores must be those of transformers.

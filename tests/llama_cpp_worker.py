@@ -1,29 +1,46 @@
-"""What llama.cpp computes, for tests/gguf_check.py: a program of its own environment, which has llama-cpp-python and numpy.
+"""What llama.cpp computes, for gguf_check.py and llama_cpp_check.py: a program of a separate environment, which has
+llama-cpp-python and numpy.
 
 Reads one JSON object per line and answers with one line each:
 
     {"model": FILE, "texts": […], "tokens": […], "logits": FILE.npy}    {"ids": […], "ends": […], "template": …}
-    {"model": FILE, "greedy": [[ids], …], "n": number}                  {"steps": [[[id, logit, second id, logit], …], …]}
     {"quantize": FILE, "to": FILE, "type": number}                      {}
     … that it does not open                                             {"error": …}
 
-Keys and values are cached in float32, so that a file of float32 is computed in float32.
+Keys and values are cached in float32, so that a file of float32 is computed in float32. Packed weights are left in the order
+of the file: only those are unpacked for OpenBLAS.
 """
 
 import ctypes
 import json
+import os
 import sys
 from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp import llama_cpp as library
+
+THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
+
+
+default_params = library.llama_model_default_params
+
+
+def in_order() -> Any:
+    params = default_params()
+    params.use_extra_bufts = False
+    return params
+
+
+library.llama_model_default_params = in_order
 
 
 def describe(request: dict[str, Any]) -> dict[str, Any]:
     tokens = request["tokens"]
     llm = llama_cpp.Llama(
         request["model"], n_ctx=max(64, len(tokens)), n_batch=max(64, len(tokens)), n_ubatch=max(64, len(tokens)),
-        logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False, n_threads=2, n_threads_batch=2,
+        logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False, n_threads=THREADS, n_threads_batch=THREADS,
     )  # fmt: skip
     if tokens:
         llm.eval(tokens)
@@ -40,26 +57,6 @@ def describe(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def greedy(request: dict[str, Any]) -> dict[str, Any]:
-    longest = max(map(len, request["greedy"])) + request["n"]
-    llm = llama_cpp.Llama(
-        request["model"], n_ctx=max(64, longest), logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False,
-        n_threads=2, n_threads_batch=2,
-    )  # fmt: skip
-    steps = []
-    for ids in request["greedy"]:
-        llm.reset()
-        llm.eval(ids)
-        made: list[list[float]] = []
-        for _ in range(request["n"]):
-            logits = llm.scores[llm.n_tokens - 1]
-            first, second = map(int, np.argsort(logits)[:-3:-1])
-            made.append([first, float(logits[first]), second, float(logits[second])])
-            llm.eval([first])
-        steps.append(made)
-    return {"steps": steps}
-
-
 def quantize(request: dict[str, Any]) -> dict[str, Any]:
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread, options.allow_requantize, options.pure = request["type"], 2, True, True
@@ -71,7 +68,7 @@ def quantize(request: dict[str, Any]) -> dict[str, Any]:
 for line in sys.stdin:
     asked = json.loads(line)
     try:
-        answer = quantize(asked) if "quantize" in asked else greedy(asked) if "greedy" in asked else describe(asked)
+        answer = quantize(asked) if "quantize" in asked else describe(asked)
     except ValueError as reason:
         answer = {"error": str(reason)}
     print(json.dumps(answer), flush=True)

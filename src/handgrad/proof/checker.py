@@ -225,27 +225,29 @@ class Checker:
         floor = DIFFERENCE_FLOOR * self._gradients.largest_norm
         with (
             torch.no_grad(),
-            loss_of(changed, members, lambda: self.reference.loss(first=first, layer=layer).item()) as f,
+            loss_of(changed, members, lambda: self.reference.loss(first=first, layer=layer).item()) as (f, at),
         ):
-            return directional_error(f, concatenate(members), claimed, self._generator, floor, self.steps)
+            return directional_error(f, at, claimed, self._generator, floor, self.steps)
 
 
 def concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """All entries in one vector."""
-    return torch.cat([x.detach().reshape(-1) for x in tensors])
+    """All entries in one vector: of one tensor its own, not copied."""
+    rows = [x.detach().reshape(-1) for x in tensors]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 @contextmanager
 def loss_of(
     changed: nn.Module, members: list[nn.Parameter], loss: Callable[[], float]
-) -> Iterator[Callable[[Tensor], float]]:
-    """Within the context, the loss as a function of these parameters of a module, concatenated; then they are restored.
+) -> Iterator[tuple[Callable[[Tensor], float], Tensor]]:
+    """Within the context, the loss as a function of these parameters of a module, concatenated, and their values; then they
+    are restored.
 
     DoRA's gradients take its column norms c as constants. So that the loss does as well, magnitudes are multiplied by
     c / c_0 where c has changed: m / c is then m / c_0."""
     adapters: list[Any] = [x for x in changed.modules() if getattr(x, "magnitude", None) is not None]
     held = [(x, x.magnitude.clone(), x.column_norms()) for x in adapters]
-    before = concatenate(members)
+    before = torch.cat([p.detach().reshape(-1) for p in members])
 
     def put(values: Tensor) -> None:
         for p, part in zip(members, torch.split(values, [p.numel() for p in members]), strict=True):
@@ -260,7 +262,7 @@ def loss_of(
         return loss()
 
     try:
-        yield f
+        yield f, before
     finally:
         for adapter, magnitude, _ in held:
             adapter.magnitude.data.copy_(magnitude)

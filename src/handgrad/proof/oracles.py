@@ -67,7 +67,7 @@ def forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, dx: Tensor) -> Tensor
 
 def finite_difference(f: Callable[[Tensor], float], x: Tensor, direction: Tensor, step: float = 1e-3) -> float:
     """d f(x + s·direction)/ds at s = 0. Fourth-order central differences allow a large step, hence little rounding."""
-    values = [f(x + k * step * direction) for k in (1, -1, 2, -2)]
+    values = [f(torch.add(x, direction, alpha=k * step)) for k in (1, -1, 2, -2)]
     return (8 * (values[0] - values[1]) - (values[2] - values[3])) / (12 * step)
 
 
@@ -76,7 +76,7 @@ def direction_near(grad: Tensor, generator: torch.Generator) -> Tensor:
     direction = torch.randn(grad.shape, generator=generator, dtype=grad.dtype, device=grad.device)
     direction /= direction.norm()
     size = grad.norm().item()
-    return direction if size == 0 else direction + grad / size
+    return direction if size == 0 else direction.add_(grad, alpha=1 / size)
 
 
 def directional_error(
@@ -89,7 +89,7 @@ def directional_error(
 ) -> float:
     """|⟨grad, u⟩ − finite difference of f along u| relative to ‖grad‖, for a random direction u."""
     u = direction_near(grad, generator)
-    claimed = (grad * u).sum().item()
+    claimed = torch.dot(grad.reshape(-1), u.reshape(-1)).item()
     scale = max(grad.norm().item(), floor) or 1.0
     best = math.inf
     for step in steps:  # the best step depends on the curvature of f; a wrong gradient agrees with no step

@@ -141,7 +141,7 @@ def _worst(found: Gradients, expected: Gradients, norm: bool = False, other: flo
     other gradients, of which these may be what is left after cancellation."""
     errors = TensorErrors()
     for name, grad in expected[1].items():
-        errors.add(name, found[1].get(name, torch.full_like(grad, math.nan)), grad.double(), norm)
+        errors.add(name, found[1][name] if name in found[1] else torch.full_like(grad, math.nan), grad, norm)
     relative = errors.relative(NORM_FLOOR if norm else ENTRY_FLOOR, other)
     relative["loss"] = abs(found[0] - expected[0]) / max(abs(expected[0]), LOSS_FLOOR)
     return _largest(relative)
@@ -187,7 +187,7 @@ def trace_paths(model: GPT, batch: Batch) -> Iterator[Path]:
             kind = next((x for x in kinds if name.rpartition(".")[2].startswith(x)), None)
             if kind is not None and name != "a_0":
                 found = edited[name] if name in edited else torch.full_like(value, math.nan)
-                kinds[kind].add(name, found, value.double())
+                kinds[kind].add(name, found, value)
         errors = {name: x for kind in kinds.values() for name, x in kind.relative(ENTRY_FLOOR).items()}
         return _largest(errors | {"loss": abs(plain.loss - edited.loss) / max(abs(plain.loss), LOSS_FLOOR)})
 
@@ -304,13 +304,12 @@ def _rounded_products(model: GPT) -> Iterator[tuple[str, float]]:
 # ── adapters ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def adapter_paths(model: GPT, batch: Batch, gradients: Gradients, seed: int, small: bool) -> Iterator[Path]:
+def adapter_paths(model: GPT, batch: Batch, largest: float, seed: int, small: bool) -> Iterator[Path]:
     """The model's adapter merged, and beside the base under a name. A small model without one gets adapters of every kind,
     whose gradients are checked as well. The model is a float64 copy, and is changed: measure each path before the next.
-    `gradients` are those of the model itself."""
+    `largest` is the largest entry of the model's own gradients."""
     named: dict[str, dict[str, LoRA]] = {}
     expected: list[tuple[str | None, Tensor]] = []
-    largest = max(x.abs().max().item() for x in gradients[1].values())
     kinds = {"the adapter": {}} if adapters_of(model) else ADAPTERS if small else {}
     for kind, options in kinds.items():
         if kind in ADAPTERS:

@@ -2,7 +2,11 @@
 
 import math
 
+import torch
 from torch import Tensor
+from torch.linalg import vector_norm
+
+AT_ONCE = 1 << 18  # entries that are compared at once: whole differences would be as large as the tensors
 
 
 class TensorErrors:
@@ -17,11 +21,16 @@ class TensorErrors:
         if ours.shape != expected.shape or not expected.numel():
             self.found[name] = (math.inf if ours.shape != expected.shape else 0.0, 1.0)
             return
-        difference = ours.double() - expected
-        error, size = (x.norm().item() if norm else x.abs().max().item() for x in (difference, expected))
+        p = 2 if norm else math.inf
+        n = expected.shape[0] if expected.ndim else 1
+        rows = max(1, AT_ONCE * n // expected.numel())
+        parts = zip(*(torch.split(x.reshape(n, -1), rows) for x in (ours, expected)), strict=True)
+        pairs = ((x.double(), y.double()) for x, y in parts)
+        sizes = torch.stack([torch.stack([vector_norm(x - y, p), vector_norm(y, p), vector_norm(y)]) for x, y in pairs])
+        (error, size), length = vector_norm(sizes[:, :2], p, 0).tolist(), vector_norm(sizes[:, 2]).item()
         before = self.found.get(name, (0.0, 0.0))
         self.found[name] = (max(before[0], math.inf if math.isnan(error) else error), max(before[1], size))
-        self.norms[name] = math.hypot(self.norms.get(name, 0.0), expected.norm().item())
+        self.norms[name] = math.hypot(self.norms.get(name, 0.0), length)
 
     def relative(self, floor: float, other: float = 0.0) -> dict[str, float]:
         """The relative errors. `floor` is the share of the largest size, or of `other` if that is larger, that every error

@@ -8,6 +8,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ..checks import check_integer
 from ..errors import HandgradError, shown
@@ -37,7 +38,7 @@ from .reference_model import Part, ReferenceModel
 from .tensor_errors import TensorErrors
 from .wide_layers import float64_copy, in_one_dtype, shared_copy
 
-# bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
+# bytes per parameter: a float64 copy, its gradients by hand, by autograd and by a code path, and the largest of these again
 WHOLE = 8 * 5
 BY_BLOCK = 8 * 6  # bytes per parameter of the largest block: the same, and autograd's intermediates
 
@@ -87,12 +88,14 @@ class _Verification:
         checked = float64_copy(model) if fits_whole(model) else self.own
         narrow = gradients_of(self.own, batch) if model.dtype != torch.float64 else None
         self.rounding = TensorErrors()
-        grads: dict[str, list[Tensor]] = {}
+        grads: dict[str, Tensor] = {}
 
         def collect(part: Part) -> None:
             for name, grad in part.grads.items():
-                if checked is not self.own or narrow is None:
-                    grads.setdefault(name, []).append(grad)
+                if checked.dtype == torch.float64:
+                    if name not in grads:
+                        grads[name] = grad.new_full(model.get_parameter(name).shape, math.nan)
+                    grads[name][... if part.rows is None else part.rows] = grad
                 if narrow is not None:
                     found = narrow[1][name]
                     self.rounding.add(name, found if part.rows is None else found[part.rows], grad, norm=True)
@@ -103,13 +106,13 @@ class _Verification:
         self.product = checked  # in which the code paths are computed
         self.gradients: Gradients = narrow or (0.0, {})
         if self.checker.whole:
-            self.gradients = (self.checker.expected_loss, {name: torch.cat(x) for name, x in grads.items()})
+            self.gradients = (self.checker.expected_loss, grads)
 
     def run(self, watch: Watch | None) -> Report:
         self._tensors()
-        paths = progress_bar("code paths of training")(list(self._training()))
-        self._add_paths(iter(paths))
+        self._training()
         self._differences(watch or progress_bar("finite differences"))
+        del self.checker.ours  # as large as the model
         self._rounding()
         with spinner("traces, generation and adapters"):
             self._add_paths(self._other_paths())
@@ -148,9 +151,13 @@ class _Verification:
         c = self.checker
         return (math.inf, "was not computed") if name in c.absent or name not in c.errors else c.errors[name]
 
-    def _training(self) -> Iterator[Path]:
+    def _training(self) -> None:
+        """The code paths of training. Of the gradients, which are as large as the model, only their largest entry stays."""
         oracle = "autograd" if self.checker.whole else "one pass"
-        return training_paths(self.product, self.batch, self.gradients, oracle)
+        paths = list(training_paths(self.product, self.batch, self.gradients, oracle))
+        self._add_paths(iter(progress_bar("code paths of training")(paths)))
+        self.largest = max(vector_norm(x, math.inf).item() for x in self.gradients[1].values())
+        del self.gradients
 
     def _differences(self, watch: Watch) -> None:
         c, model = self.checker, self.checker.reference.model
@@ -206,8 +213,8 @@ class _Verification:
 
         def measure(names: list[str]) -> float:
             members, claimed = [model.get_parameter(x) for x in names], concatenate([grads[x] for x in names])
-            with loss_of(model, members, loss) as f:
-                return directional_error(f, concatenate(members), claimed, generator, floor, c.steps)
+            with loss_of(model, members, loss) as (f, at):
+                return directional_error(f, at, claimed, generator, floor, c.steps)
 
         return {group: partial(measure, names) for group, names in groups.items()}
 
@@ -236,7 +243,7 @@ class _Verification:
             if c.whole:
                 found.append(low_bit_paths(self.own, batch))
         if c.whole:
-            found.append(adapter_paths(model, batch, self.gradients, self.seed, self.model.size <= SMALL_MODEL))
+            found.append(adapter_paths(model, batch, self.largest, self.seed, self.model.size <= SMALL_MODEL))
         self._note_left_out()
         return chain.from_iterable(found)
 

