@@ -16,9 +16,9 @@ import zensical
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # bench
 
-import pages  # noqa: E402
-import quotes  # noqa: E402
-from handgrad import __version__  # noqa: E402
+import pages
+import quotes
+from handgrad import __version__
 
 HERE = Path(__file__).parent
 FRONT = "---\n{}\n---\n\n"  # of a page
@@ -42,6 +42,7 @@ def main() -> None:
         zensical.build(str(sources / "mkdocs.yml"), {"clean": True, "strict": True})
     except RuntimeError as error:
         sys.exit(f"{site} is as it was, because of the issues above: {error}")
+    (sources / "site" / "404.html").unlink()  # its links lead to the root of the host
     shutil.rmtree(site, ignore_errors=True)
     (sources / "site").rename(site)
 

@@ -151,7 +151,7 @@ def benchmarks() -> str:
         title, _, more = re.sub(r"\.$", "", description).partition(": ")
         parts = [(command, [row for row in rows if row.scenario == scenario]) for command, rows in measured]
         if any(rows for _, rows in parts):
-            lines += ["", f"## {title}", "", more.capitalize() + "." if more else ""]
+            lines += ["", f"## {title}", "", f"{more[0].upper()}{more[1:]}." if more else ""]
         for command, rows in parts:
             if rows:
                 lines += ["", "```sh", command, "```", ""]

@@ -24,7 +24,7 @@ DIRECTIVE = re.compile(
     r"(?:(?P<formula>^\$\$\n(?:(?!\$\$).)*\n\$\$)\n+)?^<!-- source: (?P<names>[^>]+?) -->", re.M | re.S
 )
 KINDS = {"paper": "The formula in code", "ops": "As computed", "model": "In the network", "kernels": "Compiled"}
-FENCE = re.compile(r"(^ *```.*?^ *```\n?)", re.M | re.S)
+FENCE = re.compile(r"(^ *```.*?^ *``` *$\n?)", re.M | re.S)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
