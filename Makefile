@@ -6,6 +6,7 @@ LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench, gguf-check an
 LLAMA_PYTHON := build/llama-cpp# environment of make gguf-check and llama-check
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 TORCH := 2.13.0# version of torch for make constraints
+SITE := $(BIN)/python docs/site/build.py --repository "$$(git remote get-url origin 2>/dev/null)"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # pip compiles with one core. Files that are no modules, as in templates, do not compile, and need not. Tests of others are not
 # imported, nor are most models of transformers.
@@ -15,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/torch/
 # transformers again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench gguf-check llama-check lm-eval-check \
+.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs site release-check bench llama-bench gguf-check llama-check lm-eval-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -110,8 +111,11 @@ images: $(VENV)/.ready-for-tests browser
 	$(BIN)/python docs/images/screenshots.py
 
 docs: $(VENV)/.ready-for-tests  # the documentation as a site that opens from the disk
-	$(BIN)/python -m mkdocs build --quiet
+	$(SITE)
 	@echo "open build/site/index.html"
+
+site: $(VENV)/.ready-for-tests  # the site that is published: the documentation, and the demo in build/demo if there is one
+	$(SITE) --demo build/demo
 
 # Build wheel and source archive, install the wheel into a new environment, and check the gradients there.
 release-check: $(VENV)/.ready-for-tests

@@ -51,6 +51,6 @@ def test_one_version() -> None:
 
 def test_workflows_run_the_commands_of_the_makefile() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    for name, wanted in {"test.yml": {"test"}, "release.yml": {"release-check", "docs"}}.items():
+    for name, wanted in {"test.yml": {"test"}, "release.yml": {"release-check", "docs"}, "pages.yml": {"site"}}.items():
         used = set(re.findall(r"run: make ([\w-]+)", (ROOT / ".github" / "workflows" / name).read_text()))
         assert used == wanted <= targets

@@ -6,17 +6,20 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urldefrag
+from urllib.parse import quote_plus, unquote, urldefrag
 
 import pytest
 import yaml
+from axe_playwright_python.base import AXE_SCRIPT
 from bench.row import Row
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
+import handgrad as hg
 from conftest import need_chromium
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "site"))
+import build  # type: ignore[import-not-found]  # noqa: E402
 import pages  # type: ignore[import-not-found]  # noqa: E402
 import quotes  # type: ignore[import-not-found]  # noqa: E402
 
@@ -59,12 +62,18 @@ def broken_links(site: Path) -> list[str]:
 
 def test_the_site(tmp_path: Path) -> None:
     """In one test, because the build takes seconds."""
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    site, demo = tmp_path / "site", tmp_path / "demo"
+    demo.mkdir()
+    (demo / "index.html").write_text("<!doctype html><title>Demo</title>")
+    command = [sys.executable, "docs/site/build.py", str(site), "--demo", str(demo)]
+    command += ["--repository", "git@github.com:example/handgrad.git"]  # the theme would ask this host for stars
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout + done.stderr) == (0, ""), "the build warns"
+    assert (done.returncode, done.stderr.strip()) == (0, "No issues found"), "the build warns"
     assert broken_links(site) == []
 
+    home = Links((site / "index.html").read_text())
+    assert {"demo/index.html", "https://github.com/example/handgrad"} <= set(home.links)
+    assert f"handgrad {hg.__version__}" in (site / "chat.html").read_text()
     derivation = (site / "layers" / "layernorm.html").read_text()
     assert "def delta_prev(" in re.sub(r"<[^>]+>", "", derivation), "the code is quoted beside the formula"
     assert derivation.count("<math") > 50 and "\\mathrm" not in derivation, "formulas are MathML"
@@ -74,6 +83,8 @@ def test_the_site(tmp_path: Path) -> None:
     assert "LoRA r=16" in (site / "benchmarks.html").read_text()
     assert "library kernel" in (site / "reference" / "benchmarks.html").read_text()
     assert "--resume" in (site / "reference" / "commands.html").read_text()
+    headings = [h for file in site.rglob("*.html") for h in re.findall(r"<h[1-3][^>]*>(.*?)<", file.read_text(), re.S)]
+    assert len(headings) > 500 and [h for h in headings if re.match(r"(handgrad|bench|make) |.* --\w", h)] == []
 
     chromium = need_chromium()
     with ThreadPoolExecutor(1) as alone:  # other tests of this process may have a browser open in the main thread
@@ -81,28 +92,67 @@ def test_the_site(tmp_path: Path) -> None:
 
 
 def read_in_a_browser(chromium: str, site: Path) -> None:
-    """Open the site from the disk, search, and follow a result; nothing may be requested from elsewhere."""
+    """Use the site from the disk as a reader does; nothing may be requested from elsewhere."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 390, "height": 800})
-        page.set_default_timeout(120_000)
+        context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
+        context.set_default_timeout(120_000)
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page = context.new_page()
         errors: list[str] = []
         page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda e: errors.append(str(e)))
         page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else errors.append(r.url))
         page.goto((site / "index.html").as_uri())
-        page.fill("#query", "gain and offset")
-        expect(page.locator("#found a").first).to_contain_text("LayerNorm", timeout=120_000)
-        page.press("#query", "Enter")
-        page.wait_for_url("**/layers/layernorm.html#gain-and-offset")
-        for name, width in (("layernorm", 360), ("layernorm", 1280), ("linear", 360)):
-            page.set_viewport_size({"width": width, "height": 800})
-            page.goto((site / "layers" / f"{name}.html").as_uri())
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is too wide"
-        box = page.locator(".beside math").first.bounding_box()
-        assert box is not None and box["width"] > 40
+        page.get_by_title("Copy to clipboard").first.click()
+        expect(page.get_by_text("Copied to clipboard")).to_be_visible(timeout=120_000)
+        assert "pip install ." in page.evaluate("navigator.clipboard.readText()")
+        assert page.evaluate("document.querySelector('.hero img').naturalWidth") > 1000
+
+        for query, found in (  # a page, a heading, a formula with its words
+            ("layernorm", "/layers/layernorm.html"),
+            ("gain and offset", "/layers/layernorm.html#gain-and-offset"),
+            ("scores that enter the softmax dρ=ρ∘", "/layers/attention.html#the-softmax"),
+        ):
+            assert (result := first_result(page, query)).endswith(found), result
+        assert "changelog" not in first_result(page, "changelog")
+        check_pages(page, site)
+        page.locator("header").get_by_title("Switch to the dark theme").click()
+        expect(page.locator("body[data-md-color-scheme=slate]")).to_be_visible()
+        check_pages(page, site)
+        assert page.evaluate("getComputedStyle(document.body).colorScheme") == "dark", "it is remembered"
         browser.close()
     assert errors == []
+
+
+def first_result(page: Page, query: str) -> str:
+    """The address of the page that the search puts first, without the query."""
+    page.reload()
+    page.keyboard.press("/")
+    page.locator("dialog input").fill(query)
+    link = page.locator(f"dialog a[href*='{quote_plus(query)}']").first
+    expect(link).to_be_visible(timeout=120_000)
+    return re.sub(r"\?h=[^#]*", "", str(link.get_attribute("href")))
+
+
+def check_pages(page: Page, site: Path) -> None:
+    """A guide and derivations fit wide and narrow screens, and axe finds nothing serious."""
+    for name, width in (
+        ("layers/layernorm", 1280),
+        ("layers/layernorm", 390),
+        ("layers/linear", 360),
+        ("training", 390),
+    ):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.goto((site / f"{name}.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is too wide"
+        page.evaluate(AXE_SCRIPT)
+        found = page.evaluate("axe.run({resultTypes: ['violations'], preload: false})")["violations"]
+        serious = [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")]
+        assert serious == [], name
+    page.goto((site / "layers" / "linear.html").as_uri())
+    box = page.locator(".beside math").first.bounding_box()
+    assert box is not None and box["width"] > 40
 
 
 def test_benchmarks_show_what_was_measured() -> None:
@@ -123,8 +173,7 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 
 
 def test_pages_are_in_the_navigation() -> None:
-    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
-    listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"])))
+    listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])))
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES} <= listed
     notebooks = {f"notebooks/{file.stem}.md" for file in (ROOT / "docs" / "notebooks").glob("*.py")}
     assert notebooks <= listed
@@ -147,3 +196,34 @@ def test_quotes() -> None:
     page = "$$\na\n$$\n\ntext\n\n$$\nb\n$$\n\n<!-- source: paper/linear.py grad_b -->\n"
     shown = quotes.place_quotes(page, "layers/x.md")
     assert shown.startswith("$$\na\n$$\n\ntext\n\n<div") and "../source/src/handgrad/paper/linear.py.md#line-" in shown
+
+
+def test_pages_are_completed() -> None:
+    home = (ROOT / "docs" / "index.md").read_text()
+    with_demo, without = (build.complete(home, "index.md", "docs/index.md", has) for has in (True, False))
+    assert with_demo.count("(demo/index.html)") == 1 and "demo/index.html" not in without
+    text, uri = "[there](LICENSE) [page](docs/chat.md)", "project/changelog.md"
+    changes = build.complete(text, uri, "CHANGELOG.md", False)
+    assert changes.endswith("[there](../source/LICENSE.md) [page](../chat.md)") and "exclude: true" in changes
+
+
+def test_links_in_code_stay() -> None:
+    link = "[there](../LICENSE)"
+    text = f"```text\n{link}\n ```python {link}\n```\n{link}\n"
+    shown = quotes.redirect_links(text, "docs/a.md", "a.md")
+    assert shown == text.removesuffix(f"{link}\n") + "[there](source/LICENSE.md)\n"
+
+
+def test_address_of_the_repository() -> None:
+    address = "https://example.org/a/b"
+    for remote in ("git@example.org:a/b.git", f"{address}.git", "https://name:secret@example.org/a/b", address):
+        assert build.web_address(remote) == address
+    assert build.web_address("") == ""
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda p: p.name)
+def test_links_are_words(page: Path) -> None:
+    """A link to a page says where it leads, and the theme alone lists the headings of a page."""
+    text = page.read_text()
+    assert re.findall(r"\[`?[\w/.-]+\.md`?\]\(", text) == []
+    assert re.findall(r"^(?:[-*] \[[^\]]+\]\(#[^)]*\)\n){2,}", text, flags=re.M) == []

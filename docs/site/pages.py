@@ -2,12 +2,13 @@
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
 import typer
-from bench import table
+from bench import SCENARIOS, table
 from bench.row import Row
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -96,7 +97,7 @@ def formulas(package: str, title: str, intro: str) -> str:
                 "",
                 f"## {file.stem}",
                 "",
-                f"[{package}/{file.name}](../../{quotes.PACKAGE}{package}/{file.name})",
+                f"[The source](../../{quotes.PACKAGE}{package}/{file.name})",
             ]
             lines += ["", "```text", inspect.getdoc(module) or "", "```"]
         for name in names:
@@ -109,7 +110,7 @@ def commands() -> str:
     lines = ["# Commands", "", "What every command prints with `--help`."]
     for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "100", "NO_COLOR": "1"}).stdout
-        lines += ["", f"## handgrad {name}", "", "```text", shown.rstrip(), "```"]
+        lines += ["", f"## {name.capitalize()}", "", "```text", shown.rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -145,10 +146,17 @@ def benchmarks() -> str:
         "The rows behind the [benchmarks](../benchmarks.md). Seconds are those of the best",
     ]
     lines += ["round; the ratio is the reference's time ÷ this one's. Run a command to measure it on your machine."]
-    for result in results:
-        lines += ["", f"## {result['command'].removeprefix('handgrad ')}", "", "```sh", result["command"], "```", ""]
-        lines += ["| case | contender | seconds | median | memory | ratio |", "|---|---|---|---|---|---|"]
-        lines += [result_line(row) for row in table.rows_of(result)]
+    measured = [(result["command"], table.rows_of(result)) for result in results]
+    for scenario, description in SCENARIOS.items():
+        title, _, more = re.sub(r"\.$", "", description).partition(": ")
+        parts = [(command, [row for row in rows if row.scenario == scenario]) for command, rows in measured]
+        if any(rows for _, rows in parts):
+            lines += ["", f"## {title}", "", f"{more[0].upper()}{more[1:]}." if more else ""]
+        for command, rows in parts:
+            if rows:
+                lines += ["", "```sh", command, "```", ""]
+                lines += ["| case | contender | seconds | median | memory | ratio |", "|---|---|---|---|---|---|"]
+                lines += [result_line(row) for row in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -174,5 +182,7 @@ def show_source(path: str) -> str:
     if file.is_dir():
         return title + "\n".join(f"- `{inner.name}`" for inner in sorted(file.glob("[!_.]*"))) + "\n"
     lexer = get_lexer_for_filename(file.name) if file.suffix else TextLexer()
-    shown = highlight(file.read_text(), lexer, HtmlFormatter(cssclass="highlight source", linespans="line"))
+    shown = highlight(
+        file.read_text(), lexer, HtmlFormatter(cssclass="highlight source", linespans="line", wrapcode=True)
+    )
     return title + shown

@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "src/handgrad/"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DIRECTIVE = re.compile(
     r"(?:(?P<formula>^\$\$\n(?:(?!\$\$).)*\n\$\$)\n+)?^<!-- source: (?P<names>[^>]+?) -->", re.M | re.S
 )
-KINDS = {"paper": "the formula", "ops": "as computed", "model": "in the network", "kernels": "compiled"}
-FENCE = re.compile(r"(^ *```.*?^ *```\n?)", re.M | re.S)
+KINDS = {"paper": "The formula in code", "ops": "As computed", "model": "In the network", "kernels": "Compiled"}
+FENCE = re.compile(r"(^ *```.*?^ *``` *$\n?)", re.M | re.S)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -81,9 +82,8 @@ def place_quotes(markdown: str, page: str) -> str:
 
 def _caption(q: Quote, page: str) -> str:
     short = q.path.removeprefix(PACKAGE)
-    kind = KINDS.get(short.split("/")[0], "")
-    link = f"[{short}:{q.line}]({relative(source_page(q.path), page)}#line-{q.line})"
-    return f'<span class="kind {short.split("/")[0]}">{kind}</span> {link}'
+    words = KINDS.get(short.split("/")[0], "In the code")
+    return f'[{words}]({relative(source_page(q.path), page)}#line-{q.line} "{short}, line {q.line}")'
 
 
 # ── links to files outside docs/ ────────────────────────────────────────────────────────────────────────────────────
