@@ -171,7 +171,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
-    blocks = re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.S)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)
     names: dict[str, object] = {}
     for i, (language, code) in enumerate(blocks):
         if language in ("sh", "console"):  # console: commands to paste, or what one prints
