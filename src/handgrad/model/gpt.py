@@ -8,6 +8,7 @@ The stream is (n, d): all sequences packed end to end, one row per token. Parame
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -104,11 +105,11 @@ class GPT(Network):
         with self.weights(self.head) as weights:
             run = PLAIN._replace(weights=weights)
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
-                needed = a_10 if len(a_10) == len(piece.rows) else a_10[piece.rows]
-                a_11 = self.final_norm.forward(needed, self.operand)[0]
-                for rows in row_groups(len(piece.targets), self.head):
-                    y = self.logit_map.forward(self.head.forward(a_11[rows], run))
-                    summed = objective.forward(y, target_rows(piece, rows))
+                rows = piece.rows_of(len(a_10))
+                a_11 = self.final_norm.forward(a_10 if rows is None else a_10[rows], self.operand)[0]
+                for group in row_groups(len(piece.targets), self.head):
+                    y = self.logit_map.forward(self.head.forward(a_11[group], run))
+                    summed = objective.forward(y, target_rows(piece, group))
                     total += self.check_finite(summed).item()
         return total / work.n_targets
 
@@ -201,7 +202,10 @@ class GPT(Network):
         with_routers = self.config.router_losses and objective.routers and training
         at_once = math.inf if complete else options.tokens_at_once or self.tokens_at_once()
         chosen = check_targets(batch, objective.select(targets, self.config.n_vocab), self.config)
-        pieces = split(batch, chosen, at_once, seed, every=with_routers)
+        # Δ of a shared row sums over examples, a router counts rows, and an observer is shown sequences
+        alone = complete or with_routers or options.examples is not None or options.observer is not None
+        share = options.share and not alone and self.shares_prefixes(batch.lengths)
+        pieces = split(batch, chosen, at_once, seed, every=with_routers, unit=objective.unit, share=share)
         own = sum(len(piece.targets) for piece in pieces)
         n_targets = count_targets(pieces, n_targets if own or not complete else None)
         routers = routers_for(self.config, len(batch.ids), n_targets != own, options) if with_routers else None
@@ -212,6 +216,14 @@ class GPT(Network):
                 )
             self._begin_examples(options.examples, pieces, n_targets, len(batch.lengths))
         return Work(pieces, n_targets, objective, complete, routers)
+
+    def shares_prefixes(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences of these lengths may have a prefix in common that is computed once: not if its frequencies
+        depend on their lengths, or if a convolution reads the rows before a branch."""
+        c = self.config
+        scaled = [table.scaling for table in c.rotary_tables() if table.scaling.rope_type == "longrope"]
+        limits = [n for scaling in scaled if (n := scaling.original_max_position_embeddings) is not None]
+        return c.causal and not c.conv_blocks and max(lengths) <= min(limits, default=c.n_context)
 
     def tokens_at_once(self) -> int:
         """Tokens of a piece, unless a call gives another number."""
@@ -360,9 +372,10 @@ class GPT(Network):
         piece, complete = state.work.pieces[j], state.work.complete
         last, routers = i == len(self.blocks) - 1, state.work.routers if self.config.sparse_block(i) else None
         some = last and not complete and self.config.leaves_rows_out(i)
-        query_rows = piece.rows if some and 0 < len(piece.rows) < len(piece.ids) else None
+        needed = piece.needed if some else piece.rows
+        query_rows = needed if some and 0 < len(needed) < len(piece.ids) else None
         return Pass(
-            attention.spans_of(piece.lengths, query_rows),
+            attention.spans_of(piece.lengths, query_rows, piece.parents),
             query_rows,
             complete or i > state.lowest or self.embeddings_train(),
             piece.dropout_seed,

@@ -32,6 +32,7 @@ class Objective(ABC):
 
     needs_logits: ClassVar[bool] = True  # False: Δ_12 does not depend on them, so they are not computed
     routers = False  # whether the losses of a mixture's routers are differentiated as well
+    unit = 1  # sequences that are compared with each other: neighbors that are computed in one pass
 
     def select(self, targets: Tensor, n_vocab: int) -> Tensor:
         """The targets of the rows that this objective reads; no target elsewhere."""

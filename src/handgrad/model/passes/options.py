@@ -35,6 +35,8 @@ class PassOptions:
                 and changes nothing. An `Observer` may be given as well.
     examples    Measures the gradient of each sequence (see `example_gradients`). Only ExampleNorms(grads=True) fills `.grad`
                 as well.
+    share       Compute prefixes that sequences have in common once, instead of once for each (`prefixes`). The result is the
+                same up to rounding; without effect where examples or routers are measured, and for models with convolutions.
     routers     The losses of a mixture's routers of all calls that accumulate, as `GPT.count_routers` counts them, or a
                 RouterLosses(model.config), which this call fills. Either holds their values.
     """
@@ -46,6 +48,7 @@ class PassOptions:
     record: Record | Observer | None = None
     examples: ExampleGradients | None = None
     routers: RouterLosses | None = None
+    share: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in ("none", "blocks"):

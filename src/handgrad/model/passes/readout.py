@@ -76,8 +76,8 @@ def _in_groups(
 ) -> tuple[float, Tensor]:
     """a_11 → the summed objective, and Δ_11 of every row. If examples are measured, the groups of rows are complete ones."""
     head, examples = end.head, run.examples
-    every_row = len(a_11) == len(piece.rows)  # rows without a target come here only if all signals are wanted
-    with_target = a_11 if every_row else a_11[piece.rows]
+    at = piece.rows_of(len(a_11))  # rows without a target come here only if all signals are wanted
+    with_target = a_11 if at is None else a_11[at]
     delta_11 = torch.empty_like(with_target, dtype=head.plain().dtype)
     total = 0.0
     logits, deltas, losses = [], [], []
@@ -116,16 +116,17 @@ def _in_groups(
     if examples is not None and losses:
         examples.losses(torch.cat(losses))
     if run.observer is not None:
-        a_12 = torch.cat(logits) if every_row else head.forward(a_11, PLAIN._replace(weights=run.weights))
+        a_12 = torch.cat(logits) if at is None else head.forward(a_11, PLAIN._replace(weights=run.weights))
         delta_12 = torch.cat(deltas)
-        if not every_row:
-            delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta_12)
+        if at is not None:
+            delta_12 = torch.zeros_like(a_12).index_add_(0, at, delta_12)
         y_pred = torch.softmax(end.logits.forward(a_12.clone()), 1)
         for name, x in {"a_11": a_11, "a_12": a_12, "y_pred": y_pred, "delta_12": delta_12}.items():
             run.observer.note(name, x)
-    return total, delta_11 if every_row else torch.zeros_like(a_11, dtype=delta_11.dtype).index_copy_(
-        0, piece.rows, delta_11
-    )
+    if at is None:
+        return total, delta_11
+    # a row that ends a common prefix has the targets of several sequences: their signals add up
+    return total, torch.zeros_like(a_11, dtype=delta_11.dtype).index_add_(0, at, delta_11)
 
 
 def forward_at_once(
@@ -157,4 +158,5 @@ def _backward_at_once(end: Ending, delta_12: Tensor, saved: tuple[Any, Tensor], 
 
 def target_rows(piece: Piece, rows: slice) -> TargetRows:
     """Some of a piece's rows with a target, numbered in the batch."""
-    return TargetRows(piece.targets[rows], piece.rows[rows] + piece.start)
+    numbers = piece.rows + piece.start if piece.numbers is None else piece.numbers
+    return TargetRows(piece.targets[rows], numbers[rows])
