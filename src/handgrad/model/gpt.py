@@ -24,9 +24,9 @@ from .network import Network
 from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
 from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
-from .passes.objective import MEAN_LOSS, MeanLoss, Objective, PositionLoss
+from .passes.objective import MEAN_LOSS, TEXT_LOSS, MeanLoss, Objective, PositionLoss, RowObjective
 from .passes.options import DEFAULTS, Finished, PassOptions, no_hook
-from .passes.readout import Ending, readout, row_groups, target_rows
+from .passes.readout import Ending, log_probabilities, readout, row_groups, target_rows
 from .passes.router_losses import RouterLosses, routers_for
 from .storage.weights import Weights
 
@@ -100,18 +100,44 @@ class GPT(Network):
         """The mean loss over the targets ≠ −100, or the value of another objective, without gradients."""
         options = PassOptions(tokens_at_once=TOKENS_AT_ONCE)
         work = self.prepare(self.pack(tokens, lengths), targets, objective, options=options, training=False)
-        state = self.forward_pass(work, lowest=len(self.blocks))
+        state, objective = self.forward_pass(work, lowest=len(self.blocks)), work.objective
         total = 0.0
         with self.weights(self.head) as weights:
             run = PLAIN._replace(weights=weights)
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
                 rows = piece.rows_of(len(a_10))
                 a_11 = self.final_norm.forward(a_10 if rows is None else a_10[rows], self.operand)[0]
+                if isinstance(objective, RowObjective):
+                    log_p = log_probabilities(self.ending(), a_11, piece.targets, run)
+                    value, _ = objective.coefficients(log_p, target_rows(piece, slice(None)).rows)
+                    total += self.check_finite(value).item()
+                    continue
                 for group in row_groups(len(piece.targets), self.head):
                     y = self.logit_map.forward(self.head.forward(a_11[group], run))
                     summed = objective.forward(y, target_rows(piece, group))
                     total += self.check_finite(summed).item()
         return total / work.n_targets
+
+    @torch.no_grad()
+    def log_probabilities(
+        self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, *, share: bool = True
+    ) -> Tensor:
+        """log p of every target, in the shape of the targets, float64; 0 where there is none. Prefixes that sequences have
+        in common are computed once."""
+        options = PassOptions(tokens_at_once=TOKENS_AT_ONCE, share=share)
+        batch = self.pack(tokens, lengths)
+        work = self.prepare(batch, targets, TEXT_LOSS, options=options, training=False)
+        state = self.forward_pass(work, lowest=len(self.blocks))
+        found = torch.zeros(len(batch.ids), dtype=torch.float64, device=self.device)
+        with self.weights(self.head) as weights:
+            run = PLAIN._replace(weights=weights)
+            for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
+                rows = piece.rows_of(len(a_10))
+                a_11 = self.final_norm.forward(a_10 if rows is None else a_10[rows], self.operand)[0]
+                found[target_rows(piece, slice(None)).rows] = log_probabilities(
+                    self.ending(), a_11, piece.targets, run
+                )
+        return found.view(targets.shape)
 
     @torch.no_grad()
     def loss_and_grads(
@@ -202,17 +228,19 @@ class GPT(Network):
         with_routers = self.config.router_losses and objective.routers and training
         at_once = math.inf if complete else options.tokens_at_once or self.tokens_at_once()
         chosen = check_targets(batch, objective.select(targets, self.config.n_vocab), self.config)
+        objective = objective.of(batch.lengths, chosen)
         # Δ of a shared row sums over examples, a router counts rows, and an observer is shown sequences
         alone = complete or with_routers or options.examples is not None or options.observer is not None
         share = options.share and not alone and self.shares_prefixes(batch.lengths)
         pieces = split(batch, chosen, at_once, seed, every=with_routers, unit=objective.unit, share=share)
-        own = sum(len(piece.targets) for piece in pieces)
-        n_targets = count_targets(pieces, n_targets if own or not complete else None)
+        own = objective.count(batch.lengths, sum(len(piece.targets) for piece in pieces))
+        n_targets = count_targets(own, n_targets if own or not complete else None)
         routers = routers_for(self.config, len(batch.ids), n_targets != own, options) if with_routers else None
         if options.examples is not None:
-            if options.examples.needs_losses and type(objective) not in (MeanLoss, PositionLoss):
+            losses = type(objective) in (MeanLoss, PositionLoss)
+            if not losses and (options.examples.needs_losses or isinstance(objective, RowObjective)):
                 raise HandgradError(
-                    f"ExampleNorms measures losses, not {type(objective).__name__}: leave objective out"
+                    f"gradients of examples are of losses, not of {type(objective).__name__}: leave objective out"
                 )
             self._begin_examples(options.examples, pieces, n_targets, len(batch.lengths))
         return Work(pieces, n_targets, objective, complete, routers)

@@ -194,10 +194,10 @@ def _shared(piece: Piece) -> Piece:
     )  # fmt: skip
 
 
-def count_targets(pieces: list[Piece], n_targets: int | None = None) -> int:
-    """The number of targets that a loss is divided by: those of these pieces, or `n_targets` if several calls accumulate."""
+def count_targets(own: int, n_targets: int | None = None) -> int:
+    """The number of targets that a loss is divided by: the batch's own, or `n_targets` if several calls accumulate."""
     if n_targets is None:
-        n_targets = sum(len(piece.targets) for piece in pieces)
+        n_targets = own
         if n_targets == 0:
             raise HandgradError("every target is ignored (−100): there is nothing to learn from in this batch")
     try:

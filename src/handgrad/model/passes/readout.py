@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops import per_example
+from ...ops import loss, per_example
 from ...ops.logits import LogitMap
 from ..layers.linear import Affine
 from ..layers.norms import Norm
 from .arguments import PLAIN, Pass
 from .batch import Piece
 from .example_gradients import PieceExamples
-from .objective import Objective, TargetRows
+from .objective import Objective, RowObjective, TargetRows
 
 LOGITS_AT_ONCE = 1 << 25  # most entries of the logits matrix that exist at any time; with fewer its products slow down
 FROZEN_ROWS = 128  # of a frozen head: products of fewer rows slow down, and packed weights are unpacked for each group
@@ -89,6 +89,12 @@ def _in_groups(
     # one buffer for all groups: freed and allocated for each, it would fragment memory
     largest = max(rows.stop - rows.start for rows, _ in groups)
     buffer = delta_11.new_empty(largest, sum(head.plain().widths))
+    c: Tensor | None = None  # of an objective that reads the probabilities of all rows before it knows any Δ_12
+    if isinstance(objective, RowObjective) and len(piece.targets):
+        plain = PLAIN._replace(dropout_seed=piece.dropout_seed, weights=run.weights, operand=run.operand)
+        log_p = log_probabilities(end, with_target, piece.targets, plain)
+        value, c = objective.coefficients(log_p, target_rows(piece, slice(None)).rows)
+        total = end.check_finite(value).item()
     for rows, its_examples in groups:
         a = with_target[rows]
         # one mask for all rows: it must not depend on the groups, which differ if examples are measured
@@ -105,9 +111,12 @@ def _in_groups(
         if examples is not None and examples.gradients.needs_losses:
             losses.append(per_example.row_losses(y, piece.targets[rows]))
         read = y if end.logits.cap is None else y.clone()
-        summed, delta = objective.forward_and_delta(read, target_rows(piece, rows), weight)
+        if c is None:
+            summed, delta = objective.forward_and_delta(read, target_rows(piece, rows), weight)
+            total += end.check_finite(summed).item()
+        else:
+            delta = loss.weighted_delta(read, piece.targets[rows], weight * c[rows])
         delta_12 = end.logits.backward(delta, y)
-        total += end.check_finite(summed).item()
         upstream = head.upstream(delta_12, its_run)
         delta_11[rows] = head.backward(delta_12, its_run, None, upstream)
         head.accumulate(delta_12, a, its_run, upstream)
@@ -127,6 +136,18 @@ def _in_groups(
         return total, delta_11
     # a row that ends a common prefix has the targets of several sequences: their signals add up
     return total, torch.zeros_like(a_11, dtype=delta_11.dtype).index_add_(0, at, delta_11)
+
+
+def log_probabilities(end: Ending, a_11: Tensor, targets: Tensor, run: Pass) -> Tensor:
+    """log p of the target of each row (m), in float64"""
+    groups = row_groups(len(targets), end.head)
+    found = []
+    for rows in groups:
+        its_run = run._replace(dropout_rows=(rows.start, len(targets)))
+        found.append(
+            loss.log_probabilities(end.logits.forward(end.head.forward(a_11[rows], its_run)), targets[rows])
+        )
+    return torch.cat(found) if found else a_11.new_zeros(0, dtype=torch.float64)
 
 
 def forward_at_once(
