@@ -134,9 +134,7 @@ class GPT(Network):
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
                 rows = piece.rows_of(len(a_10))
                 a_11 = self.final_norm.forward(a_10 if rows is None else a_10[rows], self.operand)[0]
-                found[target_rows(piece, slice(None)).rows] = log_probabilities(
-                    self.ending(), a_11, piece.targets, run
-                )
+                found[target_rows(piece, slice(None)).rows] = log_probabilities(self.ending(), a_11, piece.targets, run)
         return found.view(targets.shape)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
     c_t = −∂L/∂log p_t,      with which Δ_12(t) = c_t (y_pred − y_gt).
 
-    s = Σ_t log p_t of a completion, n its number of tokens, m = s/n; ref: the same under the reference model; w chosen, l rejected
+    s = Σ_t log p_t of a completion of n tokens, m = s/n; ref: s under the reference model; w chosen, l rejected
 
 Losses of pairs take s, n and ref of shape (2P), chosen and rejected in turn, and return P values and C = −∂L/∂s (2P): every
 token of a completion has the coefficient C of its completion. The math is float64.
@@ -95,7 +95,7 @@ def kl(log_p: Tensor, ref: Tensor, beta: float) -> Values:
 
 
 def corrected_kl(log_p: Tensor, old: Tensor, ref: Tensor, beta: float) -> Values:
-    """Of every token sampled by p_old, whose expectation over p is that of KL:  L = β r (e^x − x − 1), r = p/p_old, x = ref − log p
+    """Of every token sampled by p_old:  L = β r (e^x − x − 1), r = p/p_old, x = ref − log p, whose mean is the divergence
 
     c = −β r (e^x − x − 1) + β r (e^x − 1) = β r x, which has no exponential of x and does not overflow."""
     x, r = ref - log_p, torch.exp(log_p - old)

@@ -34,7 +34,11 @@ class Objective(ABC):
 
     needs_logits: ClassVar[bool] = True  # False: Δ_12 does not depend on them, so they are not computed
     routers = False  # whether the losses of a mixture's routers are differentiated as well
-    unit = 1  # sequences that are compared with each other: neighbors that are computed in one pass
+
+    @property
+    def unit(self) -> int:
+        """The number of neighboring sequences that are compared with each other: they are computed in one pass."""
+        return 1
 
     def select(self, targets: Tensor, n_vocab: int) -> Tensor:
         """The targets of the rows that this objective reads; no target elsewhere."""

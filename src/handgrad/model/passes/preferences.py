@@ -2,7 +2,7 @@
 
     DPO(beta), IPO(beta), SimPO(beta, gamma), ORPO(beta)     sequences chosen, rejected, chosen, rejected, …
     KTO(desirable, z, beta)                                  single completions
-    GRPO(advantages)                                         sampled completions; also RLOO and REINFORCE, by their advantages
+    GRPO(advantages)                                         sampled completions; RLOO and REINFORCE by their advantages
     RowLoss(function)                                        a function of the user's own
 
 The completion of a sequence is its targets; a prompt has none. `reference` has log p of every target under the reference
@@ -87,8 +87,13 @@ class PairLoss(CompletionLoss):
     """A loss of pairs. `sft` times the mean loss of the tokens of chosen completions is added to it."""
 
     sft: float = 0.0
-    unit: ClassVar[int] = 2
-    chosen_tokens: float = field(default=0.0, repr=False)  # the mean number of a pair's; that of all processes, if several
+    chosen_tokens: float = field(
+        default=0.0, repr=False
+    )  # the mean number of a pair's; that of all processes, if several
+
+    @property
+    def unit(self) -> int:
+        return 2
 
     def of(self, lengths: tuple[int, ...], targets: Tensor) -> "PairLoss":
         bound = super().of(lengths, targets)
@@ -192,13 +197,17 @@ class GRPO(RowObjective):
     corrected: bool = True
     per: Share = "token"
     longest: int = 0
-    tokens: float = field(default=0.0, repr=False)  # the mean number of a completion's; that of all processes, if several
+    tokens: float = field(
+        default=0.0, repr=False
+    )  # the mean number of a completion's; that of all processes, if several
 
     def of(self, lengths: tuple[int, ...], targets: Tensor) -> "GRPO":
         if self.advantages.shape != (len(lengths),) or not bool(torch.isfinite(self.advantages).all()):
             raise HandgradError(f"advantages must be {len(lengths)} finite numbers, one for each sequence")
         if self.per not in get_args(Share) or (self.per == "longest" and self.longest < 1):
-            raise HandgradError(f"per must be one of {', '.join(get_args(Share))}, the last with longest=, not {self.per!r}")
+            raise HandgradError(
+                f"per must be one of {', '.join(get_args(Share))}, the last with longest=, not {self.per!r}"
+            )
         if self.beta and self.reference is None:
             raise HandgradError("beta is the weight of the divergence from a reference: give reference=, or beta=0")
         bound = super().of(lengths, targets)
@@ -215,8 +224,10 @@ class GRPO(RowObjective):
         if self.beta:
             assert self.reference is not None
             ref = self._of(self.reference, rows)
-            given = (old, ref) if self.corrected else (ref,)
-            more, its = (preference.corrected_kl if self.corrected else preference.kl)(log_p, *given, self.beta)
+            if self.corrected:
+                more, its = preference.corrected_kl(log_p, old, ref, self.beta)
+            else:
+                more, its = preference.kl(log_p, ref, self.beta)
             losses, c = losses + more, c + its
         if self.per == "completion":
             share = 1 / torch.bincount(at)[at].to(log_p)
@@ -232,8 +243,8 @@ class GRPO(RowObjective):
 
 @dataclass(frozen=True)
 class RowLoss(RowObjective):
-    """A loss of the user's own: function(log_p, sequence) → (value, c), for the targets of one sequence after another or of all
-    at once, in order; c = −∂value/∂log_p. log_p is float64, and sequence the number of each target's sequence."""
+    """A sum over sequences by any function(log_p, sequence) → (value, c), c = −∂value/∂log_p, of the targets of one or more
+    complete sequences, in order. log_p is float64, and `sequence` the number of each target's sequence."""
 
     function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -3,11 +3,12 @@
     sequences  P P P P a a    P P P P b b b          12 + … tokens, P the same ids
     branches   P P P P │ a a │ b b b                 parents −1, 0, 0
 
-A branch sees the rows of those that it continues, and its own, at the positions that they have in the sequence; Δ of a shared
-row is the sum over the sequences. Prefixes may be nested, and end anywhere, also among targets: such a row has the targets of
-several sequences, and is read once for each.
+A branch sees the rows of those that it continues, and its own, at the positions that they have in the sequence; Δ of a
+shared row is the sum over the sequences. Prefixes may be nested, and end anywhere, also among targets: such a row has the
+targets of several sequences, and is read once for each.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
 def sizes(sequences: list[np.ndarray]) -> list[int]:
     """For each sequence the number of ids that it does not have in common with the one before it."""
     found = [len(sequences[0])]
-    for one, other in zip(sequences, sequences[1:], strict=False):
+    for one, other in pairwise(sequences):
         shared = common(one, other)
         found.append(max(1, len(other) - (shared if shared >= FEWEST_TOKENS else 0)))
     return found
@@ -46,10 +47,10 @@ def branches_of(ids: Tensor, lengths: tuple[int, ...]) -> Branches | None:
     """Find what packed sequences share; None if they share nothing."""
     edges = np.cumsum([0, *lengths])
     rows = ids.cpu().numpy()
-    sequences = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    sequences = [rows[a:b] for a, b in pairwise(edges)]
     # neighbors in this order have the longest common prefixes; equal sequences keep theirs
     order = sorted(range(len(lengths)), key=lambda i: sequences[i].tolist())
-    shared = [common(sequences[i], sequences[j]) for i, j in zip(order, order[1:], strict=False)]
+    shared = [common(sequences[i], sequences[j]) for i, j in pairwise(order)]
     if max(shared, default=0) < FEWEST_TOKENS:
         return None
     place = np.empty(len(rows), np.int64)

@@ -144,9 +144,7 @@ def log_probabilities(end: Ending, a_11: Tensor, targets: Tensor, run: Pass) -> 
     found = []
     for rows in groups:
         its_run = run._replace(dropout_rows=(rows.start, len(targets)))
-        found.append(
-            loss.log_probabilities(end.logits.forward(end.head.forward(a_11[rows], its_run)), targets[rows])
-        )
+        found.append(loss.log_probabilities(end.logits.forward(end.head.forward(a_11[rows], its_run)), targets[rows]))
     return torch.cat(found) if found else a_11.new_zeros(0, dtype=torch.float64)
 
 
