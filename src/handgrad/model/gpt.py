@@ -8,7 +8,6 @@ The stream is (n, d): all sequences packed end to end, one row per token. Parame
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,15 +17,15 @@ from torch import Tensor, nn
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
-from .layers.linear import Linear, freeze
+from .layers.linear import freeze
 from .logits import Logits
 from .network import Network
 from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
-from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
+from .passes.batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
 from .passes.objective import MEAN_LOSS, TEXT_LOSS, MeanLoss, Objective, PositionLoss, RowObjective
 from .passes.options import DEFAULTS, Finished, PassOptions, no_hook
-from .passes.readout import Ending, log_probabilities, readout, row_groups, target_rows
+from .passes.readout import log_probabilities, normalized, readout, value_of
 from .passes.router_losses import RouterLosses, routers_for
 from .storage.weights import Weights
 
@@ -100,23 +99,11 @@ class GPT(Network):
         """The mean loss over the targets ≠ −100, or the value of another objective, without gradients."""
         options = PassOptions(tokens_at_once=TOKENS_AT_ONCE)
         work = self.prepare(self.pack(tokens, lengths), targets, objective, options=options, training=False)
-        state, objective = self.forward_pass(work, lowest=len(self.blocks)), work.objective
-        total = 0.0
+        state = self.forward_pass(work, lowest=len(self.blocks))
         with self.weights(self.head) as weights:
-            run = PLAIN._replace(weights=weights)
-            for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
-                rows = piece.rows_of(len(a_10))
-                a_11 = self.final_norm.forward(a_10 if rows is None else a_10[rows], self.operand)[0]
-                if isinstance(objective, RowObjective):
-                    log_p = log_probabilities(self.ending(), a_11, piece.targets, run)
-                    value, _ = objective.coefficients(log_p, target_rows(piece, slice(None)).rows)
-                    total += self.check_finite(value).item()
-                    continue
-                for group in row_groups(len(piece.targets), self.head):
-                    y = self.logit_map.forward(self.head.forward(a_11[group], run))
-                    summed = objective.forward(y, target_rows(piece, group))
-                    total += self.check_finite(summed).item()
-        return total / work.n_targets
+            run = PLAIN._replace(weights=weights, operand=self.operand)
+            pieces = zip(work.pieces, state.a_10, strict=True)
+            return sum(value_of(self.ending(), a, piece, work.objective, run) for piece, a in pieces) / work.n_targets
 
     @torch.no_grad()
     def log_probabilities(
@@ -130,11 +117,10 @@ class GPT(Network):
         state = self.forward_pass(work, lowest=len(self.blocks))
         found = torch.zeros(len(batch.ids), dtype=torch.float64, device=self.device)
         with self.weights(self.head) as weights:
-            run = PLAIN._replace(weights=weights)
+            run = PLAIN._replace(weights=weights, operand=self.operand)
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
-                rows = piece.rows_of(len(a_10))
-                a_11 = self.final_norm.forward(a_10 if rows is None else a_10[rows], self.operand)[0]
-                found[target_rows(piece, slice(None)).rows] = log_probabilities(self.ending(), a_11, piece.targets, run)
+                a_11 = normalized(self.ending(), a_10, piece, run)
+                found[piece.numbered] = log_probabilities(self.ending(), a_11, piece.targets, run)
         return found.view(targets.shape)
 
     @torch.no_grad()
@@ -243,20 +229,6 @@ class GPT(Network):
             self._begin_examples(options.examples, pieces, n_targets, len(batch.lengths))
         return Work(pieces, n_targets, objective, complete, routers)
 
-    def shares_prefixes(self, lengths: Sequence[int]) -> bool:
-        """Whether sequences of these lengths may have a prefix in common that is computed once: not if its frequencies
-        depend on their lengths, or if a convolution reads the rows before a branch."""
-        c = self.config
-        scaled = [table.scaling for table in c.rotary_tables() if table.scaling.rope_type == "longrope"]
-        limits = [n for scaling in scaled if (n := scaling.original_max_position_embeddings) is not None]
-        return c.causal and not c.conv_blocks and max(lengths) <= min(limits, default=c.n_context)
-
-    def tokens_at_once(self) -> int:
-        """Tokens of a piece, unless a call gives another number."""
-        if self.adapter is None or any(isinstance(x, Linear) and x.trains for x in self.modules()):
-            return TOKENS_AT_ONCE
-        return FROZEN_AT_ONCE
-
     def _begin_examples(self, examples: ExampleGradients, pieces: list[Piece], n_targets: int, count: int) -> None:
         """Prepare the measurement of a batch's examples."""
         trained = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
@@ -307,7 +279,7 @@ class GPT(Network):
     def forward_pass(self, work: Work, options: PassOptions = DEFAULTS, lowest: int | None = None) -> ForwardState:
         """a_0 → a_10 of every piece. Saves each block's activations from `lowest` on, or its input if it is recomputed."""
         if lowest is None:
-            lowest = 0 if work.complete else self._lowest()
+            lowest = 0 if work.complete else self.lowest_block()
         recompute, pieces = options.recomputes, work.pieces
         if recompute:
             trim_heap()  # what the last step, or the optimizer, has left free
@@ -388,10 +360,6 @@ class GPT(Network):
         finished(every_layer[-1])
         return value
 
-    def ending(self) -> Ending:
-        """What follows the last block."""
-        return Ending(self.final_norm, self.head, self.logit_map, self.check_finite)
-
     def _pass(self, i: int, j: int, state: ForwardState, weights: Weights) -> Pass:
         """The arguments of block i for piece j. The last block computes only the rows that have a target, unless
         its router has losses, which are of all rows."""
@@ -412,12 +380,6 @@ class GPT(Network):
             examples=_examples_of(piece, state),
             routers=routers,
         )
-
-    def _lowest(self) -> int:
-        """The first block that the backward pass has to visit."""
-        if self.embeddings_train():
-            return 0
-        return next((i for i, block in enumerate(self.blocks) if block.trains), len(self.blocks))
 
 
 def _examples_of(piece: Piece, state: ForwardState) -> PieceExamples | None:

@@ -16,6 +16,7 @@ Values = tuple[Tensor, Tensor]  # losses, and coefficients
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of chosen completions, and of rejected ones."""
     return x[0::2], x[1::2]
 
 
@@ -60,7 +61,8 @@ def orpo(s: Tensor, n: Tensor, beta: float) -> Values:
     m = s / n
     chosen, rejected = _pairs(log_odds(m))
     losses, slope = _logistic(chosen - rejected, 0.0)
-    return beta * losses, beta * _in_turn(slope, -slope) / (-torch.expm1(m) * n)
+    slopes = _in_turn(beta * slope, -beta * slope)
+    return beta * losses, slopes / (-torch.expm1(m) * n)
 
 
 def kto(s: Tensor, ref: Tensor, desirable: Tensor, z: float, beta: float, weights: tuple[float, float]) -> Values:
@@ -68,7 +70,7 @@ def kto(s: Tensor, ref: Tensor, desirable: Tensor, z: float, beta: float, weight
 
     desirable (B) bool; weights are λ of desirable and of other completions; z is a constant. B values."""
     sign = torch.where(desirable, 1.0, -1.0).to(s)
-    weight = torch.where(desirable, *weights).to(s)
+    weight = torch.where(desirable, s.new_tensor(weights[0]), s.new_tensor(weights[1]))
     q = torch.sigmoid(beta * sign * (s - ref - z))
     return weight * (1 - q), sign * weight * beta * q * (1 - q)
 

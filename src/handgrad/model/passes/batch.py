@@ -43,6 +43,11 @@ class Piece(NamedTuple):
     numbers: Tensor | None = None  # (m) of branches: the row of the batch that each target belongs to
 
     @property
+    def numbered(self) -> Tensor:
+        """The rows with a target, numbered in the batch. (m)"""
+        return self.rows + self.start if self.numbers is None else self.numbers
+
+    @property
     def needed(self) -> Tensor:
         """The rows that have a target, ascending, each of them once."""
         return self.rows if self.numbers is None else torch.unique(self.rows)

@@ -53,6 +53,8 @@ class PassOptions:
     def __post_init__(self) -> None:
         if self.recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {self.recompute!r}")
+        if type(self.share) is not bool:
+            raise HandgradError(f"share must be True or False, not {shown(self.share)}")
         told = self.record is None or isinstance(self.record, Observer) or callable(self.record)
         if not told or not callable(self.finished):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")

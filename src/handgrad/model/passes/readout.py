@@ -93,7 +93,7 @@ def _in_groups(
     if isinstance(objective, RowObjective) and len(piece.targets):
         plain = PLAIN._replace(dropout_seed=piece.dropout_seed, weights=run.weights, operand=run.operand)
         log_p = log_probabilities(end, with_target, piece.targets, plain)
-        value, c = objective.coefficients(log_p, target_rows(piece, slice(None)).rows)
+        value, c = objective.coefficients(log_p, piece.numbered)
         total = end.check_finite(value).item()
     for rows, its_examples in groups:
         a = with_target[rows]
@@ -138,6 +138,25 @@ def _in_groups(
     return total, torch.zeros_like(a_11, dtype=delta_11.dtype).index_add_(0, at, delta_11)
 
 
+def normalized(end: Ending, a_10: Tensor, piece: Piece, run: Pass) -> Tensor:
+    """a_10 → a_11 of the rows with a target (m), one for each target"""
+    rows = piece.rows_of(len(a_10))
+    return end.norm.forward(a_10 if rows is None else a_10[rows], run.operand)[0]
+
+
+def value_of(end: Ending, a_10: Tensor, piece: Piece, objective: Objective, run: Pass) -> float:
+    """a_10 → the summed objective of the piece, without gradients"""
+    a_11 = normalized(end, a_10, piece, run)
+    if isinstance(objective, RowObjective):
+        value, _ = objective.coefficients(log_probabilities(end, a_11, piece.targets, run), piece.numbered)
+        return end.check_finite(value).item()
+    total = 0.0
+    for rows in row_groups(len(piece.targets), end.head):
+        y = end.logits.forward(end.head.forward(a_11[rows], run))
+        total += end.check_finite(objective.forward(y, target_rows(piece, rows))).item()
+    return total
+
+
 def log_probabilities(end: Ending, a_11: Tensor, targets: Tensor, run: Pass) -> Tensor:
     """log p of the target of each row (m), in float64"""
     groups = row_groups(len(targets), end.head)
@@ -177,5 +196,4 @@ def _backward_at_once(end: Ending, delta_12: Tensor, saved: tuple[Any, Tensor], 
 
 def target_rows(piece: Piece, rows: slice) -> TargetRows:
     """Some of a piece's rows with a target, numbered in the batch."""
-    numbers = piece.rows + piece.start if piece.numbers is None else piece.numbers
-    return TargetRows(piece.targets[rows], numbers[rows])
+    return TargetRows(piece.targets[rows], piece.numbered[rows])

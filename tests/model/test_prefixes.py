@@ -1,0 +1,158 @@
+"""Shared prefixes: branches stand for the sequences, and the pass through them equals that of the sequences."""
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import handgrad as hg
+from conftest import perturb
+from handgrad import lora
+from handgrad.errors import HandgradError
+from handgrad.kernels import library
+from handgrad.model.passes import prefixes
+from handgrad.model.passes.batch import Piece
+from handgrad.model.passes.example_gradients import ExampleNorms
+from handgrad.model.passes.options import PassOptions
+from handgrad.proof.oracles import relative_error
+
+LLAMA: dict[str, Any] = {"preset": "nano-llama", "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_hidden": 20}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "grouped queries": LLAMA,
+    "windows": {**LLAMA, "window": 5},
+    "sinks and caps": {**LLAMA, "attention_scale": 0.4, "score_cap": 2.0, "sinks": True},
+}
+Batch = tuple[Tensor, Tensor, list[int]]
+
+
+def nested_batch(n_vocab: int, seed: int = 0) -> Batch:
+    """Sequences with prefixes within prefixes, one that is another's prefix, two that are equal, and one alone; their
+    targets begin at different places, also inside what is shared."""
+    rng = np.random.default_rng(seed)
+
+    def ids(n: int) -> list[int]:
+        return [int(x) for x in rng.integers(0, n_vocab, n)]
+
+    system, question = ids(11), ids(9)
+    sequences = [
+        system + question + ids(4),
+        system + question + ids(1),
+        system + ids(7),
+        system + question,
+        ids(5),
+        system + question + ids(6),
+    ]
+    sequences.append(sequences[0])
+    tokens = [s[:-1] for s in sequences]
+    targets = [
+        [-100] * min(8 + 3 * i, len(s) - 2) + s[1 + min(8 + 3 * i, len(s) - 2) :] for i, s in enumerate(sequences)
+    ]
+    ids_of, targets_of = (torch.tensor([*chain.from_iterable(x)]) for x in (tokens, targets))
+    return ids_of, targets_of, [len(s) for s in tokens]
+
+
+def make(name: str, adapter: bool) -> hg.GPT:
+    shape = {"n_vocab": 13, "n_context": 40, "d_model": 12, "n_heads": 3, "n_blocks": 2, **MODELS[name]}
+    model = hg.GPT(hg.preset(shape.pop("preset", "nano"), **shape), seed=0, dtype=torch.float64)
+    if adapter:
+        lora.inject(model, 2)
+    perturb(model)
+    return model
+
+
+def gradients(model: hg.GPT, batch: Batch, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model.loss_and_grads(*batch, **options)
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def pieces_of(model: hg.GPT, batch: Batch, **options: Any) -> list[Piece]:
+    return model.prepare(model.pack(batch[0], batch[2]), batch[1], options=PassOptions(**options)).pieces
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_pass_through_branches_is_that_of_the_sequences(name: str, adapter: bool) -> None:
+    model = make(name, adapter)
+    batch = nested_batch(model.config.n_vocab)
+    loss, expected = gradients(model, batch)
+    for options in ({}, {"recompute": "blocks"}, {"tokens_at_once": 40}):
+        pieces = pieces_of(model, batch, share=True, **options)
+        assert sum(len(piece.ids) for piece in pieces) < len(batch[0]) and any(max(p.parents) > 0 for p in pieces)
+        found, grads = gradients(model, batch, share=True, **options)
+        assert abs(found - loss) <= 1e-12
+        for key, grad in expected.items():
+            assert relative_error(grads[key], grad) <= 1e-12, key
+
+
+def test_without_kernels_too() -> None:
+    model = make("windows", False)
+    batch = nested_batch(model.config.n_vocab)
+    _, expected = gradients(model, batch)
+    with library.disabled():
+        _, grads = gradients(model, batch, share=True)
+    assert max(relative_error(grads[key], grad) for key, grad in expected.items()) <= 1e-12
+
+
+def test_log_probabilities_are_those_of_the_sequences() -> None:
+    model = make("gpt2", False)
+    tokens, targets, lengths = nested_batch(model.config.n_vocab)
+    shared, flat = (model.log_probabilities(tokens, targets, lengths, share=share) for share in (True, False))
+    assert relative_error(shared, flat) <= 1e-12
+    assert torch.equal(shared == 0, targets == -100)
+    n = int((targets != -100).sum())
+    assert model.loss(tokens, targets, lengths) == pytest.approx(-flat.sum().item() / n, rel=1e-12)
+
+
+@pytest.mark.parametrize("fewest", [1, 3, 8])
+@pytest.mark.parametrize("seed", range(12))
+def test_branches_stand_for_the_sequences(seed: int, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence is what its branches have, from the first one to the last, for random sequences of few ids."""
+    monkeypatch.setattr(prefixes, "FEWEST_TOKENS", fewest)
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, 3, 20)
+    sequences = [
+        np.concatenate([common[: rng.integers(0, 20)], rng.integers(0, 2, rng.integers(1, 9))]) for _ in range(8)
+    ]
+    sequences += [sequences[0], sequences[1][: len(sequences[1]) // 2 + 1]]
+    ids = torch.from_numpy(np.concatenate(sequences))
+    found = prefixes.branches_of(ids, tuple(map(len, sequences)))
+    if found is None:
+        shared = [prefixes.common(a, b) for i, a in enumerate(sequences) for b in sequences[:i]]
+        assert max(shared) < fewest
+        return
+    assert torch.equal(ids[found.source][found.place], ids) and sum(found.lengths) <= len(ids)
+    ends = np.cumsum(found.lengths)
+    branch_of = np.searchsorted(ends, np.arange(ends[-1]), side="right")
+    start = 0
+    for sequence in sequences:
+        rows = found.place[start : start + len(sequence)].numpy()
+        chain = [int(branch_of[rows[-1]])]
+        while found.parents[chain[0]] >= 0:
+            chain.insert(0, found.parents[chain[0]])
+        whole = np.concatenate([np.arange(ends[i] - found.lengths[i], ends[i]) for i in chain])
+        assert np.array_equal(rows, whole)
+        start += len(sequence)
+
+
+def test_nothing_is_shared_where_the_result_would_differ() -> None:
+    batch = nested_batch(13)
+    shape: dict[str, Any] = {**LLAMA, "n_vocab": 13, "n_context": 40, "n_blocks": 2}
+    with_conv = hg.GPT(hg.preset(shape.pop("preset"), **shape, family="lfm2", qk_norm=True, conv_blocks=(0,)), seed=0)
+    assert not pieces_of(with_conv, batch, share=True)[0].parents
+    norms = ExampleNorms(grads=True)
+    model = make("gpt2", False)
+    model.loss_and_grads(*batch, examples=norms)
+    flat = norms.result()
+    model.zero_grad()
+    model.loss_and_grads(*batch, examples=norms, share=True)
+    assert torch.equal(norms.result(), flat)
+
+
+def test_share_is_a_bool() -> None:
+    with pytest.raises(HandgradError, match="share must be True or False"):
+        PassOptions(share="yes")  # type: ignore[arg-type]
