@@ -147,10 +147,11 @@ def _steps(session: Session, sentence: TracedSentence) -> dict[str, list[Stepped
     return found
 
 
-def bundle() -> str:
-    """Join the JavaScript modules into one script: each becomes a function that returns its exports."""
+def bundle(first: str = "page.js") -> str:
+    """Join the JavaScript modules that page.js, or another one, needs into one script: each becomes a function that returns
+    its exports."""
     parts = []
-    for name in modules():
+    for name in modules(first):
         code = asset(name)
         exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
         code = IMPORT.sub(lambda found, name=name: _constant(found[1], imported(name, found[2])), code)

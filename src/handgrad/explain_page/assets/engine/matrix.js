@@ -16,25 +16,28 @@ export const copy = (a) => matrix(a.rows, a.cols, a.data.slice());
 /** @param {Matrix} a @param {Matrix} b */
 export const same_shape = (a, b) => a.rows === b.rows && a.cols === b.cols;
 
-/** a b: four rows of b are added to a row of the result at a time.
+/** a b: for two rows of a at a time, four rows of b are added to two rows of the result.
  * @param {Matrix} a @param {Matrix} b */
 export function product(a, b) {
   if (a.cols !== b.rows) throw new Error(`a product of ${a.rows} × ${a.cols} and ${b.rows} × ${b.cols}`);
   const out = matrix(a.rows, b.cols);
-  const [x, y, z, m, n] = [a.data, b.data, out.data, a.cols, b.cols];
-  for (let i = 0; i < a.rows; i++) {
-    const at = i * m;
-    const row = i * n;
+  const x = a.data, y = b.data, z = out.data, m = a.cols, n = b.cols; // prettier-ignore
+  for (let i = 0; i < a.rows; i += 2) {
+    const rows = Math.min(2, a.rows - i);
     let k = 0;
-    for (; k + 4 <= m; k += 4) {
-      const [x0, x1, x2, x3] = [x[at + k], x[at + k + 1], x[at + k + 2], x[at + k + 3]];
-      const [y0, y1, y2, y3] = [k * n, (k + 1) * n, (k + 2) * n, (k + 3) * n];
-      for (let j = 0; j < n; j++) z[row + j] += x0 * y[y0 + j] + x1 * y[y1 + j] + x2 * y[y2 + j] + x3 * y[y3 + j];
+    for (; rows === 2 && k + 4 <= m; k += 4) {
+      const p = i * m + k, q = p + m; // prettier-ignore
+      const p0 = x[p], p1 = x[p + 1], p2 = x[p + 2], p3 = x[p + 3]; // prettier-ignore
+      const q0 = x[q], q1 = x[q + 1], q2 = x[q + 2], q3 = x[q + 3]; // prettier-ignore
+      for (let j = 0, at = k * n, first = i * n, second = first + n; j < n; j++, at++, first++, second++) {
+        const y0 = y[at], y1 = y[at + n], y2 = y[at + 2 * n], y3 = y[at + 3 * n]; // prettier-ignore
+        z[first] += p0 * y0 + p1 * y1 + p2 * y2 + p3 * y3;
+        z[second] += q0 * y0 + q1 * y1 + q2 * y2 + q3 * y3;
+      }
     }
-    for (; k < m; k++) {
-      const x0 = x[at + k];
-      for (let j = 0; j < n; j++) z[row + j] += x0 * y[k * n + j];
-    }
+    for (let row = i; row < i + rows; row++)
+      for (let rest = k; rest < m; rest++)
+        for (let j = 0; j < n; j++) z[row * n + j] += x[row * m + rest] * y[rest * n + j];
   }
   return out;
 }
