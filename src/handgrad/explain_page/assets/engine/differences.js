@@ -1,6 +1,6 @@
 // @ts-check
-// The formulas checked on the spot: every error signal and gradient against finite differences of what was differentiated,
-// and identities that hold for any numbers. As proof/oracles.py and explain_page/proofs/checks.py.
+// The formulas checked on the spot: every error signal and gradient against finite differences of the objective, and
+// identities that hold for any numbers. As proof/oracles.py and explain_page/proofs/checks.py.
 //
 // Along a direction u, ⟨∂, u⟩ is predicted and (L(x + εu) − L(x − εu))/2ε is measured; only forward passes measure.
 
@@ -44,7 +44,8 @@ export const signals = (trace) => trace.names().filter((name) => /(^|\.)delta_/.
 /** What an error signal is the derivative by: delta_5 → a_5, delta_rho → rho, delta_skip_5 → skip_5. @param {string} name */
 export const activation_of = (name) => name.replace(/delta_(\d+)$/, "a_$1").replace("delta_", "");
 
-/** Check one error signal of a trace without edits. @param {Trace} trace @param {string} name @param {Random} random @returns {Difference} */
+/** Check one error signal of a trace without edits.
+ * @param {Trace} trace @param {string} name @param {Random} random @returns {Difference} */
 export function check_signal(trace, name, random) {
   const { model, ids, objective } = trace;
   const claimed = parts(trace, name);
@@ -109,7 +110,7 @@ export function identities(trace) {
   rows_are_0("delta_12");
   network.blocks.forEach((_, i) => {
     const here = `blocks.${i}.`;
-    for (const name of ["delta_10", "delta_5", "delta_1"]) rows_are_0(here + name); // before a LayerNorm, by which shifts are ignored
+    for (const name of ["delta_10", "delta_5", "delta_1"]) rows_are_0(here + name); // a LayerNorm ignores shifts of a row
     const size = largest_entry([trace.get(`${here}delta_3`)]) * largest_entry(parts(trace, `${here}v`));
     add(
       `${here}delta_causal`,
@@ -176,7 +177,8 @@ const length = (x) => Math.sqrt(x.reduce((sum, part) => sum + frobenius(part, pa
 const largest_entry = (x) =>
   Math.max(...x.map((part) => part.data.reduce((most, entry) => Math.max(most, Math.abs(entry)), 0)));
 
-/** The largest |row sum|, relative to the largest sum of |entries| of a row or to `floor`. @param {Matrix[]} x @param {number} floor */
+/** The largest |row sum|, relative to the largest sum of |entries| of a row or to `floor`.
+ * @param {Matrix[]} x @param {number} floor */
 function largest_row_sum(x, floor) {
   const sums = largest_entry(x.map((part) => sum_tokens(t(part))));
   return sums / Math.max(largest_entry(x.map((part) => sum_tokens(t(map(part, Math.abs))))), floor, 1e-300);
