@@ -456,7 +456,9 @@ def test_other_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_config(hg.preset("nano-llama"))
     with pytest.raises(HandgradError, match="does not compute window=4"):
         check_config(hg.preset("nano", window=4))
-    assert {hg.preset("nano", **shape).activation for shape in SHAPES.values()} == {*engine_module.ACTIVATIONS}
+    assert {hg.preset("nano", **{**SMALL, **shape}).activation for shape in SHAPES.values()} == {
+        *engine_module.ACTIVATIONS
+    }
     with monkeypatch.context() as patch, pytest.raises(HandgradError, match="does not compute activation='gelu_tanh'"):
         patch.setattr(engine_module, "ACTIVATIONS", ("relu",))
         check_config(hg.preset("nano"))
