@@ -26,6 +26,7 @@ from handgrad.model.config import ACTIVATIONS
 from handgrad.text import tokenizer
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 from processes import Processes, own_data
+from spent import Spent
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
 hurry()
@@ -203,6 +204,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, default=0, help="run the tests in so many processes")
+    parser.addoption("--spent", type=int, default=0, help="show so many files and tests with the most processor time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -212,6 +214,8 @@ def pytest_configure(config: pytest.Config) -> None:
     own_data(config)
     if n := config.getoption("processes"):
         config.pluginmanager.register(Processes(n))
+    if n := config.getoption("spent"):
+        config.pluginmanager.register(Spent(n))
 
 
 @pytest.fixture(autouse=True)
