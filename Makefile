@@ -47,8 +47,9 @@ example-norms-demo: $(VENV)/.ready  # garbage, wrong labels and exchanged answer
 	rm -rf build/example-norms-demo
 	$(BIN)/python -m bench.example_demo
 
-# mypy, which uses one core, runs beside the tests.
-test: style browser
+# Chromium is installed while pip installs. mypy, which uses one core, runs beside the tests.
+test:
+	@$(MAKE) --no-print-directory -j2 style browser
 	@$(MAKE) --no-print-directory -j2 types run-tests
 
 # What a change breaks first, in about a minute: style, types, the ops, the checks of one layer, every gradient of a small model.
@@ -59,7 +60,7 @@ quick: style types
 
 # One process per core and one more, because many tests wait for processes; one thread each.
 run-tests: $(VENV)/.ready-for-tests
-	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
+	@$(BIN)/python -c 'from handgrad.text.downloads import fetch; [fetch(x) for x in ("shakespeare", "gpt2-tokenizer")]' || true  # once, before the workers start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))')
 
 # The explain page is tested in a real browser: Debian's Chromium without windows, which needs half the time of the whole one,
@@ -83,7 +84,7 @@ browser:
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
 long: $(VENV)/.ready-for-tests  # tests that take minutes each: every family in every way, audits of random models and shapes, corrupted files, broken formulas, masks, kills
-	HANDGRAD_FAMILIES=all $(BIN)/python -m pytest tests/families tests/model tests/inference/test_engine.py tests/audit/test_audit.py
+	HANDGRAD_CASES=all HANDGRAD_FAMILIES=all $(MAKE) --no-print-directory run-tests
 	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	HANDGRAD_SHAPES=200 $(BIN)/python -m pytest tests/model/test_gpt.py -k random_shapes

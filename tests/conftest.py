@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,7 @@ SCALES = [1e-8, 1e-4, 1.0, 1e3]
 OTHER_ACTIVATIONS = [
     name for name in ACTIVATIONS if name != hg.preset("nano").activation
 ]  # of plain feed-forward layers
+GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are even, and have no period
 BROWSER_WANTED = os.environ.get("BROWSER") != "0"
 CHROMIUM = next(
     (
@@ -205,6 +207,25 @@ def pytest_unconfigure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, default=0, help="run the tests in so many processes")
     parser.addoption("--spent", type=int, default=0, help="show so many files and tests with the most processor time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `long`; of a test marked `some_cases(n)` keep about one case in n, the first among them, so
+    that a case named on the command line runs. Their distances vary: at equal ones some values of a parameter might never
+    be chosen."""
+    if os.environ.get("HANDGRAD_CASES") == "all":  # make long
+        return
+    seen = Counter[str]()
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        some = item.get_closest_marker("some_cases")
+        chosen = some is None or seen[test] * GOLDEN % 1 < 1 / some.args[0]
+        (kept if chosen and not item.get_closest_marker("long") else left).append(item)
+        seen[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -524,7 +524,9 @@ STATIONS = (
 
 
 @pytest.mark.parametrize(
-    ("scheme", "width", "rules"), [("light", 1280, ()), ("dark", 1920, ("color-contrast",))], ids=["light", "dark"]
+    ("scheme", "width", "rules"),
+    [("light", 1280, ()), pytest.param("dark", 1920, ("color-contrast",), marks=pytest.mark.long)],
+    ids=["light", "dark"],
 )
 def test_no_accessibility_violations(open_page: Open, scheme: str, width: int, rules: tuple[str, ...]) -> None:
     """The schemes differ in their colors only. Nothing overflows at these widths."""

@@ -80,6 +80,7 @@ def test_every_check_has_a_statement_and_a_tolerance_of_its_oracle() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 12345, 999_999])
+@pytest.mark.some_cases(3)
 def test_all_pass_for_new_seeds(seed: int) -> None:
     report = run(seed)
     assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
@@ -551,6 +552,7 @@ def callers_of_formulas(seed: int) -> dict[tuple[ModuleType, str], list[str]]:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HANDGRAD_SEEDS", "1"))))  # make long: 3
 @pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.some_cases(3)
 def test_exactly_the_affected_checks_fail(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, broken, expected = BREAKS[name]
     callers = callers_of_formulas(seed)[module, attribute]

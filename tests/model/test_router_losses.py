@@ -37,6 +37,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("losses", [{"balance_loss": 0.7}, {"z_loss": 0.3}, LOSSES], ids=str)
+@pytest.mark.some_cases(4)
 def test_verify_covers_them(family: str, losses: dict[str, float]) -> None:
     model, *batch = make(family, **losses)
     report = hg.verify(model, *batch, LENGTHS)

@@ -251,6 +251,7 @@ def train(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gpt2", "untied", "phi3"])
 @pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.some_cases(4)
 def test_inside_the_backward_pass_and_after_it(kind: str, dtype: torch.dtype, clip: float | None) -> None:
     one, two, start = (model_of(kind, dtype=dtype) for _ in range(3))
     of_one = train(one, False, clip, range(4))

@@ -140,6 +140,7 @@ def test_updates_that_bfloat16_loses_add_up() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.some_cases(4)
 def test_the_expected_update_is_that_of_float32(kind: str, factor: float) -> None:
     """The mean of an update over parameters and seeds, with the factor of clipping; the optimizer's state is the same."""
     start, grad = torch.randn(2, 5, 3).bfloat16()

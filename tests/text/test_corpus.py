@@ -27,6 +27,7 @@ def tokens_of(tmp_path: Path, text: str, kind: str = "bytes") -> corpus.Tokens:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("kind", ["bytes", "gpt2", "bpe:300"])
+@pytest.mark.some_cases(3)
 def test_reading_in_pieces_gives_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, kind: str
 ) -> None:

@@ -98,6 +98,7 @@ MUON = ["--optimizer", "muon"]
         [*BFLOAT16, "--update-inside", *MUON],
     ],
 )
+@pytest.mark.some_cases(4)
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
     for name in "ab":
         succeed("train", "--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)
@@ -288,6 +289,7 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 
 
 @pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"]), (2, [*MUON, "--update-inside"])])
+@pytest.mark.some_cases(4)
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
     succeed("train", *base, "--out", tmp_path / "1")
