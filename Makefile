@@ -83,8 +83,9 @@ browser:
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
+long: export HANDGRAD_CASES := all
 long: $(VENV)/.ready-for-tests  # tests that take minutes each: every family in every way, audits of random models and shapes, corrupted files, broken formulas, masks, kills
-	HANDGRAD_CASES=all HANDGRAD_FAMILIES=all $(MAKE) --no-print-directory run-tests
+	HANDGRAD_FAMILIES=all $(MAKE) --no-print-directory run-tests
 	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	HANDGRAD_SHAPES=200 $(BIN)/python -m pytest tests/model/test_gpt.py -k random_shapes
