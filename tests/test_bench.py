@@ -241,6 +241,7 @@ def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examp
 
 
 @pytest.mark.filterwarnings("ignore")  # of the peers
+@pytest.mark.long
 def test_memory_of_a_replaced_model_is_measured_without_that_of_libraries() -> None:
     case = CASES["bridge"](TINY)[1].name
     assert 0 < compete._peak_in_own_process("bridge", case, REPLACED, TINY) < 50e6  # transformers alone is larger

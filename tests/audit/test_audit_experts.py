@@ -85,6 +85,7 @@ def test_sound_set_ups_pass(family: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(AUDITS // 4) if AUDITS else [0, 1, 2, 3, 5, 8])
+@pytest.mark.some_cases(3)
 def test_random_sound_mixtures_pass(seed: int) -> None:
     name, model, made = random_model(seed, EXPERTS)
     report = hg.audit(model, made, setup=False)

@@ -325,6 +325,7 @@ def test_no_number_is_cut_off(open_page: Open, width: int) -> None:
     [("station/a_1/forward?text=x", "at least two tokens"), (f"flow?text={'x' * 60}", "at most 48"),
      ("station/blocks.7.a_3/backward", "no station ‘blocks.7.a_3’"), ("nowhere", "no view ‘nowhere’")],
 )  # fmt: skip
+@pytest.mark.some_cases(3)
 def test_an_invalid_link_shows_a_message(browser: Browser, url: str, where: str, message: str) -> None:
     context = browser.new_context()  # the browser logs the rejected request
     page = context.new_page()
@@ -476,6 +477,7 @@ def test_only_adapters_are_trained(open_page: Open) -> None:
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (360, 740)])
+@pytest.mark.some_cases(3)
 def test_the_tour_shows_its_subjects(open_page: Open, size: tuple[int, int]) -> None:
     page = open_page(viewport={"width": size[0], "height": size[1]})
     page.click("#tour-button")
@@ -590,6 +592,7 @@ def test_the_exported_file_works_offline(open_page: Open, session: Session, tmp_
     )
 
 
+@pytest.mark.long
 def test_the_exported_page_of_another_family(open_page: Open, tmp_path: Path) -> None:
     """Grouped queries, rotation, q/k norms, RMSNorm and a gate, in one page load."""
     session = make_session(**{**QWEN3, "n_blocks": 1})

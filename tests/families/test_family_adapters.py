@@ -100,6 +100,7 @@ def test_peft_loads_our_adapter(name: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.some_cases(3)
 def test_merged_adapter_is_the_model_that_peft_merges(name: str, tmp_path: Path) -> None:
     base, ours = opened(name, tmp_path / "m")
     theirs = get_peft_model(base, LoraConfig(r=2, lora_alpha=3, target_modules=layers_of(name))).double()

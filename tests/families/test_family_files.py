@@ -134,6 +134,7 @@ def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.some_cases(3)
 def test_stored_dtype_survives(name: str, dtype: str, tmp_path: Path) -> None:
     theirs = transformers_model(name).to(getattr(torch, dtype))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -174,6 +175,7 @@ OLD = [
 
 @pytest.mark.parametrize("fields", OLD, ids=str)
 @pytest.mark.parametrize("name", ["llama, llama3", "smollm3, llama3"])
+@pytest.mark.some_cases(3)
 def test_rotary_fields_of_files_old_and_new(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     edit(tmp_path / "m", without=("rope_parameters",))

@@ -81,6 +81,7 @@ def test_peft_loads_our_adapter(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.some_cases(3)
 def test_we_load_peft_adapter_and_take_the_same_step(kind: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

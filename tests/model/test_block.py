@@ -109,6 +109,7 @@ def test_everything_verify_checks(form: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.some_cases(3)
 def test_code_paths_give_the_same_gradients(form: str) -> None:
     model = model_of(form, 2)
     tokens, targets = make_batch(model, LENGTHS, ignored=0.0)
@@ -130,6 +131,7 @@ def test_code_paths_give_the_same_gradients(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.some_cases(3)
 def test_an_edit_of_every_activation_is_an_added_constant(form: str) -> None:
     """The loss moves as Δ of the edited tensor says, also where only some forms have it: a_4_norm, a_9_norm, skip_10."""
     model = model_of(form, 4)

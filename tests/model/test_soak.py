@@ -31,6 +31,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_over_a_million_tokens() -> None:
     done = subprocess.run([sys.executable, "-c", SOAK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

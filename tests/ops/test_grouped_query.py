@@ -58,6 +58,7 @@ def by_autograd(
 
 @pytest.mark.parametrize("window", [None, 1, 3, 70])
 @pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.some_cases(3)
 def test_equal_to_the_paper(heads: tuple[int, int], window: int | None) -> None:
     n, d_rho, d_h = 67, 3, 5
     q, k, v, delta = inputs(n, heads, d_rho, d_h)
@@ -99,6 +100,7 @@ def test_windows(lengths: tuple[int, ...], heads: tuple[int, int], window: int) 
 @pytest.mark.parametrize("window", [None, 1, 20, 130])
 @pytest.mark.parametrize("share", [0.02, 0.5])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+@pytest.mark.some_cases(3)
 def test_queries_in_some_rows_only(heads: tuple[int, int], share: float, window: int | None) -> None:
     """Outputs equal those with queries in all rows; error signals equal those with Δ = 0 on the other rows."""
     lengths = (9, 140, 1, 300)

@@ -91,6 +91,7 @@ def grads(model: hg.GPT, step: int, clip: float | None) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("kind", [*SHAPES, "frozen", "adapters", "dora", "kept"])
+@pytest.mark.some_cases(3)
 def test_equals_torchs_muon_and_adamw(kind: str, clip: float | None) -> None:
     one, two = (model_of(kind if kind in SHAPES else "gpt2") for _ in range(2))
     for model in (one, two):

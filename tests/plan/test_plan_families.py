@@ -203,6 +203,7 @@ def storages(saved: Any) -> dict[int, int]:
 
 
 @pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
+@pytest.mark.some_cases(3)
 def test_saved_bytes_match_the_blocks_in_mixed_precision(config: ModelConfig) -> None:
     model = hg.GPT(config, precision="mixed")
     tokens = torch.zeros(2, 8, dtype=torch.int64)
@@ -213,6 +214,7 @@ def test_saved_bytes_match_the_blocks_in_mixed_precision(config: ModelConfig) ->
     assert sum(storages([state.blocks, state.rotations]).values()) == 4 * saved(config, 2, 8, 16, "none", mixed=True)
 
 
+@pytest.mark.some_cases(3)
 def test_saved_numbers_match_the_blocks(config: ModelConfig) -> None:
     model = hg.GPT(config, dtype="float64")
     tokens = torch.zeros(2, 8, dtype=torch.int64)

@@ -266,6 +266,7 @@ print((peak_memory() - before) // 1024, len(tokens))
 
 
 @pytest.mark.parametrize(("kind", "megabytes"), [("bytes", 96), ("gpt2", 6)])
+@pytest.mark.some_cases(3)
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, kind: str, megabytes: int) -> None:
     line = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n"
     (tmp_path / "small").write_text(line * 10_000)

@@ -316,6 +316,7 @@ def test_two_processes_train_the_same_weights(workdir: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"targets": ("lm_head", "c_attn")}, {"targets": ("lm_head",), "dora": True}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.some_cases(3)
 def test_merge_and_undo(workdir: Path, options: dict[str, Any], dtype: str) -> None:
     base = hg.load("base")
     hg.save(base, "stored", dtype=getattr(torch, dtype))
