@@ -197,7 +197,7 @@ def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_in_blocks_parse(page: Path) -> None:
-    """Those of every page, also of one that only make long runs."""
+    """Those of every page, also of one that make test does not run."""
     for block in re.findall(r"^```(?:sh|console)\n(.*?)^```", page.read_text(), re.S | re.M):
         for arguments in commands_in(block):
             check_parses(arguments)

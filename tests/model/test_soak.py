@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SOAK = """
 from pathlib import Path
 import torch
