@@ -45,7 +45,8 @@ example-norms-demo: $(VENV)/.ready  # garbage, wrong labels and exchanged answer
 	rm -rf build/example-norms-demo
 	$(BIN)/python -m bench.example_demo
 
-# Of the largest tests some cases, and not the longest (tests/conftest.py); make long runs all. Chromium is installed while pip installs. mypy, which uses one core, runs beside the tests.
+# Some cases of the largest tests, and not the longest tests: make long runs all. Chromium is installed while pip installs, and
+# mypy, which uses one core, runs beside the tests.
 test: export HANDGRAD_CASES := some
 test:
 	@$(MAKE) --no-print-directory -j2 style browser

@@ -210,8 +210,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In make test leave out the tests marked `long`, and of a test marked `some_cases(n)` keep about one case in n, the first
-    among them. Their distances vary: at equal ones some values of a parameter might never be chosen."""
+    """In make test leave out the tests marked `long`, and of a test marked `some_cases(n)` keep about one case in n, the
+    first among them. Their distances vary: at equal ones some values of a parameter might never be chosen."""
     if os.environ.get("HANDGRAD_CASES") != "some":
         return
     seen = Counter[str]()

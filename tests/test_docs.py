@@ -170,7 +170,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)
     names: dict[str, object] = {}

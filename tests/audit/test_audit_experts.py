@@ -48,7 +48,7 @@ def exact_loss(model: Any, given: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name.partition(",")[0] in EXPERTS])
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(8)
 def test_sound_members_pass_in_float64(name: str) -> None:
     ids = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(2))
     report = hg.audit(transformers_model(name), {"input_ids": ids}, loss=exact_loss, setup=False, dtype="float64")
@@ -58,7 +58,7 @@ def test_sound_members_pass_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", BALANCED)
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_a_balance_loss_is_audited(family: str, dtype: torch.dtype) -> None:
     report = hg.audit(balanced(family).to(dtype), batch(), setup=dtype == torch.float32)
     assert report.passed, str(report)
@@ -318,7 +318,7 @@ FAULTS: dict[str, tuple[str, Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(8)
 def test_faults_are_named(name: str) -> None:
     family, change, layer, words = FAULTS[name]
     groups = {
@@ -370,7 +370,7 @@ BALANCE_FAULTS: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BALANCE_FAULTS)
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(4)
 def test_faults_of_the_balance_loss_are_named(name: str) -> None:
     loss, layer, words = BALANCE_FAULTS[name]
     report = hg.audit(balanced(), batch(), loss=loss, setup=False)

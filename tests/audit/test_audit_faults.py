@@ -183,7 +183,7 @@ LEFT_PADDED: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *LEFT_PADDED])
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_faults_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, layer, words = {**FAULTS, **LEFT_PADDED}[name]
     made = batch(left=name in LEFT_PADDED)

@@ -522,6 +522,7 @@ def limited(folder: Path, megabytes: int, *arguments: object) -> subprocess.Comp
     return run_processes(1, folder / "limited.py", megabytes * 1_000_000, *arguments)
 
 
+@pytest.mark.long
 def test_too_little_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was needed, what is there, which option helps; plan says it before."""
     monkeypatch.setenv("COLUMNS", "300")

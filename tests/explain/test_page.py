@@ -295,6 +295,7 @@ def test_a_new_sentence_ends_a_run_and_keeps_the_weights(open_page: Open, sessio
 
 
 @pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.some_cases(3)
 def test_no_number_is_cut_off(open_page: Open, width: int) -> None:
     page = open_page("#/step", viewport={"width": width, "height": 760})
 
@@ -539,6 +540,7 @@ def test_no_accessibility_violations(open_page: Open, scheme: str, width: int, r
         assert overflow(page) <= 0, where
 
 
+@pytest.mark.long
 def test_nothing_overflows_on_a_phone(open_page: Open) -> None:
     page = open_page(viewport={"width": 360, "height": 760})
     for where in visit_every_view(page):
@@ -666,6 +668,7 @@ def test_html_in_an_exported_sentence_stays_text(open_page: Open, tmp_path: Path
 # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_a_redraw_leaves_focus_and_open_sections_alone(open_page: Open) -> None:
     page = open_page("#/station/blocks.1.a_3/backward")
     expect(page.locator("#badge")).to_have_class("badge good")
@@ -763,6 +766,7 @@ def test_the_error_between_tokens_points_from_row_to_column(open_page: Open) -> 
         expect(figures.nth(index).locator(".readout")).to_contain_text(f"‘e’ (position 5) {arrow} ‘o’ (position 2)")
 
 
+@pytest.mark.long
 def test_pictures_can_be_saved(open_page: Open, session: Session) -> None:
     page = open_page("#/station/blocks.0.a_3/backward?head=1", permissions=["clipboard-read", "clipboard-write"])
     figure = page.locator("figure.heat", has=page.locator('canvas[data-name="blocks.0.delta_raw"]'))
@@ -804,6 +808,7 @@ def saved(page: Page, figure: Locator) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long
 def test_every_line_of_python_on_the_page_runs(open_page: Open, session: Session) -> None:
     page = open_page("#/station/a_0/forward")
     sentence = session.sentence(TEXT)

@@ -128,7 +128,7 @@ LEFT = {
 
 @pytest.mark.filterwarnings("ignore:handgrad leaves Qwen2MoeAttention")
 @pytest.mark.parametrize("name", DISTINCT)
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(8)
 def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
     judge, model = pair(name)
     names = list(model.state_dict())

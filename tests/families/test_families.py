@@ -25,7 +25,7 @@ from handgrad.proof.oracles import relative_error
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 def test_logits_and_every_gradient(name: str, tmp_path: Path) -> None:
     theirs, ours = opened(name, tmp_path)
     parameters = their_tensors(theirs)
@@ -88,7 +88,7 @@ ONE_BLOCK = {
 
 
 @pytest.mark.parametrize("name", TYPICAL)
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_verify_passes_and_names_every_parameter(name: str, tmp_path: Path) -> None:
     changes = {"num_hidden_layers": 1, **ONE_BLOCK.get(name.split(",")[0], {})}
     _, model = opened(name, tmp_path, **changes)

@@ -115,7 +115,7 @@ def test_gptj_has_fixed_frequencies(field: dict[str, Any], copy_of: Callable[[st
 
 
 @pytest.mark.parametrize("name", DISTINCT)
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(8)
 def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
     theirs = transformers_model(name)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -195,7 +195,7 @@ OMITTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_omitted_fields_have_transformers_defaults(family: str, tmp_path: Path) -> None:
     sizes = {
         "model_type": family, "vocab_size": 29, "hidden_size": 64, "intermediate_size": 11,

@@ -249,7 +249,7 @@ def test_the_proofs(case: Case) -> None:
     assert failed == []
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_the_audit(case: Case) -> None:
     tokens = case.tokens[:10].view(2, 5)
     report = hg.audit(case.theirs, {"input_ids": tokens, "labels": tokens}, setup=False)

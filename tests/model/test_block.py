@@ -97,7 +97,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(8)
 def test_everything_verify_checks(form: str, seed: int) -> None:
     model = model_of(form, seed)
     lengths = [7, 1, 4]  # within the context after which longrope has other frequencies, also for keys in a cache
@@ -224,7 +224,7 @@ BREAKS: dict[str, tuple[str, object, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_a_broken_formula_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, where, attribute, broken = BREAKS[name]
     model = model_of(form)

@@ -91,7 +91,7 @@ class Unchanged(Observer):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_an_observer_that_returns_what_it_gets_changes_no_bit(family: str, dtype: torch.dtype) -> None:
     model, tokens, targets = make(family, dtype)
 

@@ -138,7 +138,7 @@ def counted_products(model: hg.GPT, batch: Batch, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(8)
 def test_products_of_all_weights_match_torch_counter(config: ModelConfig, recompute: str) -> None:
     for batch in batches(config):
         work = products_alone(Work.of_batch(*batch[1:], config))
@@ -149,7 +149,7 @@ def test_products_of_all_weights_match_torch_counter(config: ModelConfig, recomp
 @pytest.mark.parametrize(
     "targets", ["all-linear", "lm_head", r".*\.1\..*", r".*\.2\..*|lm_head", "attn.v", "mlp.contract"]
 )
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(10)
 def test_products_of_adapters_match_torch_counter(config: ModelConfig, targets: str) -> None:
     """A layer with an adapter computes a d twice."""
     layers = linear_layers(config)

@@ -482,7 +482,7 @@ HIDDEN: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", [*LEDGER, *HIDDEN])
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(8)
 def test_a_wrong_formula_fails_at_its_own_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = LEDGER.get(name) or HIDDEN[name]
     for owner, attribute, wrong in fault.wrong:

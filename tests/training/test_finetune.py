@@ -104,7 +104,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
     ],
     ids=lambda options: " ".join(map(str, options)) or "plain",
 )
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(4)
 def test_resume_is_bit_identical(workdir: Path, options: list[object]) -> None:
     quick = ["--batch-examples", 5, "--sample-tokens", 0, "--steps", 9, "--save-every", 4, *options]
     for name in "ab":

@@ -95,7 +95,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 def test_damaged_checkpoint_is_set_aside_and_an_older_one_used(workdir: Path, damage: str) -> None:
     expected = weights(workdir / "train", 6)
     DAMAGES[damage](workdir / "train" / "checkpoints" / "step-00000006")

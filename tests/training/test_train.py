@@ -289,7 +289,7 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 
 
 @pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"]), (2, [*MUON, "--update-inside"])])
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(5)
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
     succeed("train", *base, "--out", tmp_path / "1")
