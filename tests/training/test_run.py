@@ -425,6 +425,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_torchrun_restarts_a_run_and_a_lost_process_prints_one_line(finished_runs: Path, workdir: Path) -> None:
     Path("script.py").write_text(KILLED_ONCE)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

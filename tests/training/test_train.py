@@ -60,6 +60,7 @@ def test_run_folder_has_records_report_and_checkpoints(text: Path, tmp_path: Pat
     assert checkpoints == ["step-00000015", "step-00000020"]
 
 
+@pytest.mark.long
 def test_peak_memory_stays_flat(text: Path, tmp_path: Path) -> None:
     quiet = ["--eval-every", 100, "--save-every", 100]
     done = run_processes(1, "train", "--data", text, "--out", tmp_path / "r", "--steps", 900, *SMALL, *quiet)
