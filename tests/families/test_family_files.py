@@ -115,6 +115,7 @@ def test_gptj_has_fixed_frequencies(field: dict[str, Any], copy_of: Callable[[st
 
 
 @pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.some_cases(8)
 def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
     theirs = transformers_model(name)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -133,6 +134,7 @@ def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.some_cases(3)
 def test_stored_dtype_survives(name: str, dtype: str, tmp_path: Path) -> None:
     theirs = transformers_model(name).to(getattr(torch, dtype))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -145,6 +147,7 @@ def test_stored_dtype_survives(name: str, dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.some_cases(4)
 def test_a_folder_in_several_files(family: str, tmp_path: Path) -> None:
     transformers_model(PLAIN[family]).save_pretrained(tmp_path / "m", max_shard_size="4KB")
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 2
@@ -172,6 +175,7 @@ OLD = [
 
 @pytest.mark.parametrize("fields", OLD, ids=str)
 @pytest.mark.parametrize("name", ["llama, llama3", "smollm3, llama3"])
+@pytest.mark.some_cases(3)
 def test_rotary_fields_of_files_old_and_new(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     edit(tmp_path / "m", without=("rope_parameters",))
@@ -191,6 +195,7 @@ OMITTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.some_cases(6)
 def test_omitted_fields_have_transformers_defaults(family: str, tmp_path: Path) -> None:
     sizes = {
         "model_type": family, "vocab_size": 29, "hidden_size": 64, "intermediate_size": 11,

@@ -277,6 +277,7 @@ def masks() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "mistral"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.some_cases(3)
 def test_masks_of_every_kind(kind: str, implementation: str) -> None:
     model = model_of(kind, attention=implementation)
     plain = copy.deepcopy(model)
