@@ -3,6 +3,7 @@ see, where sequences share a prefix."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -82,6 +83,22 @@ def without_prefixes(spans: Spans) -> tuple[Spans, list[slice]]:
         sources += parts
         start = stop
     return tuple(plain), sources
+
+
+def joined(x: Tensor, sources: list[slice]) -> Tensor:
+    """These rows end to end."""
+    return torch.cat([x[rows] for rows in sources])
+
+
+def sum_into_sources(x: Tensor, into: Tensor, sources: list[slice]) -> None:
+    """Write the sum of what belongs to each row, in the order of the sources; bfloat16 is summed in float32."""
+    wide = torch.zeros_like(into, dtype=torch.promote_types(into.dtype, torch.float32))
+    start = 0
+    for rows in sources:
+        stop = start + rows.stop - rows.start
+        wide[rows] += x[start:stop]
+        start = stop
+    into.copy_(wide)
 
 
 def _rows_of_each(lengths: tuple[int, ...], rows: Tensor) -> list[list[int]]:

@@ -35,8 +35,8 @@ from ._scores import attend_with_mask as attend_with_mask
 from ._scores import scores_of as scores_of
 from ._spans import Span as Span
 from ._spans import Spans as Spans
+from ._spans import joined, sum_into_sources, without_prefixes
 from ._spans import spans_of as spans_of
-from ._spans import without_prefixes
 
 FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more than 1e-4 of its value
 PLAIN = Scores()  # of the paper
@@ -57,7 +57,7 @@ def forward(
     """a^h = softmax(mask(q kᵗ/√d_ρ)) v for every head and every sequence   (18), (34)"""
     if any(span.before for span in spans):
         spans, sources = without_prefixes(spans)
-        a, saved = forward(q, _joined(k, sources), _joined(v, sources), spans, scores, sinks)
+        a, saved = forward(q, joined(k, sources), joined(v, sources), spans, scores, sinks)
         return a, saved._replace(k=k, v=v)  # the copies of a prefix are made again
     _check(q, k, v, scores)
     a = v.new_empty(*q.shape[:2], v.shape[2])
@@ -98,11 +98,11 @@ def backward(
     k, a, lse = saved.k, saved.a, saved.lse
     if any(span.before for span in spans):
         spans, sources = without_prefixes(spans)
-        joined = saved._replace(k=_joined(k, sources), v=_joined(saved.v, sources))
-        parts = [into[i].new_empty(len(joined.k), *into[i].shape[1:]) for i in (1, 2)]
-        backward(delta, joined, spans, (into[0], parts[0], parts[1]), scores)
+        copied = saved._replace(k=joined(k, sources), v=joined(saved.v, sources))
+        parts = [into[i].new_empty(len(copied.k), *into[i].shape[1:]) for i in (1, 2)]
+        backward(delta, copied, spans, (into[0], parts[0], parts[1]), scores)
         for target, part in zip(into[1:], parts, strict=True):
-            _add_to_sources(part, target, sources)
+            sum_into_sources(part, target, sources)
         return
     if _rows_in(span.queries for span in spans) < len(saved.q):
         into[0].zero_()
@@ -316,21 +316,6 @@ def _sequences(spans: Spans, m: int) -> calls.Sequences:
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _joined(x: Tensor, sources: list[slice]) -> Tensor:
-    """These rows end to end."""
-    return torch.cat([x[rows] for rows in sources])
-
-
-def _add_to_sources(x: Tensor, into: Tensor, sources: list[slice]) -> None:
-    """Write the sum of what belongs to each row, in the order of the sources."""
-    into.zero_()
-    start = 0
-    for rows in sources:
-        stop = start + rows.stop - rows.start
-        into[rows] += x[start:stop]
-        start = stop
 
 
 def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
