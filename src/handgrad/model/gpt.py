@@ -20,6 +20,7 @@ from ..ops import attention
 from .layers.linear import freeze
 from .logits import Logits
 from .network import Network
+from .passes import prefixes
 from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
 from .passes.batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
@@ -94,10 +95,17 @@ class GPT(Network):
 
     @torch.no_grad()
     def loss(
-        self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, *, objective: Objective = MEAN_LOSS
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None = None,
+        *,
+        objective: Objective = MEAN_LOSS,
+        share: bool = False,
     ) -> float:
-        """The mean loss over the targets ≠ −100, or the value of another objective, without gradients."""
-        options = PassOptions(tokens_at_once=TOKENS_AT_ONCE)
+        """The mean loss over the targets ≠ −100, or the value of another objective, without gradients. `share`: prefixes
+        that sequences have in common are computed once."""
+        options = PassOptions(tokens_at_once=TOKENS_AT_ONCE, share=share)
         work = self.prepare(self.pack(tokens, lengths), targets, objective, options=options, training=False)
         state = self.forward_pass(work, lowest=len(self.blocks))
         with self.weights(self.head) as weights:
@@ -216,7 +224,10 @@ class GPT(Network):
         # Δ of a shared row sums over examples, a router counts rows, and an observer is shown sequences
         alone = complete or with_routers or options.examples is not None or options.observer is not None
         share = options.share and not alone and self.shares_prefixes(batch.lengths)
-        pieces = split(batch, chosen, at_once, seed, every=with_routers, unit=objective.unit, share=share)
+        new = prefixes.new_tokens(batch.ids, batch.lengths) if share else batch.lengths
+        if new != batch.lengths and options.tokens_at_once is None:
+            at_once *= 2  # every piece computes a prefix again
+        pieces = split(batch, chosen, at_once, seed, every=with_routers, unit=objective.unit, new=new)
         own = objective.count(batch.lengths, sum(len(piece.targets) for piece in pieces))
         n_targets = count_targets(own, n_targets if own or not complete else None)
         routers = routers_for(self.config, len(batch.ids), n_targets != own, options) if with_routers else None

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
 from operator import index
 from typing import NamedTuple, SupportsIndex
 
@@ -158,19 +157,16 @@ def split(
     *,
     every: bool = False,
     unit: int = 1,
-    share: bool = False,
+    new: tuple[int, ...] = (),
 ) -> list[Piece]:
     """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out, unless
     `every` one is computed.
 
-    unit    the number of sequences that stay together
-    share   compute prefixes that sequences of a piece have in common once
+    unit   the number of sequences that stay together
+    new    the tokens of each that it does not have in common with one before: prefixes that sequences of a piece have in
+           common are computed once
     """
-    computed = batch.lengths
-    if share:
-        ids = batch.ids.cpu().numpy()
-        edges = [0, *accumulate(batch.lengths)]
-        computed = tuple(prefixes.sizes([ids[a:b] for a, b in pairwise(edges)]))
+    computed = new or batch.lengths
     units = tuple(sum(computed[i : i + unit]) for i in range(0, len(computed), unit))
     pieces = []
     start = first = 0
@@ -183,7 +179,7 @@ def split(
             seed = None if dropout_seed is None else dropout_seed + start
             own = targets[here][rows]
             piece = Piece(batch.ids[here], batch.positions[here], lengths, rows, own, seed, first, here.start)
-            pieces.append(_shared(piece) if share else piece)
+            pieces.append(piece if computed == batch.lengths else _shared(piece))
         first += len(lengths)
     return pieces
 

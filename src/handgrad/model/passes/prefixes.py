@@ -8,7 +8,9 @@ shared row is the sum over the sequences. Prefixes may be nested, and end anywhe
 targets of several sequences, and is read once for each.
 """
 
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -34,26 +36,34 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
     return int(different[0]) if len(different) else shorter
 
 
-def sizes(sequences: list[np.ndarray]) -> list[int]:
-    """For each sequence the number of ids that it does not have in common with the one before it."""
-    found = [len(sequences[0])]
-    for one, other in pairwise(sequences):
-        shared = common(one, other)
-        found.append(max(1, len(other) - (shared if shared >= FEWEST_TOKENS else 0)))
-    return found
+def new_tokens(ids: Tensor, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """For each of the packed sequences the number of ids that it does not have in common with one before it."""
+    seen: list[tuple[list[int], np.ndarray]] = []  # in alphabetical order: neighbors have the longest common prefix
+    found = []
+    for sequence in _unpacked(ids, lengths):
+        key = sequence.tolist()
+        at = bisect_left(seen, key, key=itemgetter(0))
+        shared = max((common(sequence, other) for _, other in seen[max(0, at - 1) : at + 1]), default=0)
+        found.append(max(1, len(sequence) - shared) if shared >= FEWEST_TOKENS else len(sequence))
+        seen.insert(at, (key, sequence))
+    return tuple(found)
+
+
+def _unpacked(ids: Tensor, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    rows = ids.cpu().numpy()
+    return [rows[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
 
 
 def branches_of(ids: Tensor, lengths: tuple[int, ...]) -> Branches | None:
     """Find what packed sequences share; None if they share nothing."""
     edges = np.cumsum([0, *lengths])
-    rows = ids.cpu().numpy()
-    sequences = [rows[a:b] for a, b in pairwise(edges)]
+    sequences = _unpacked(ids, lengths)
     # neighbors in this order have the longest common prefixes; equal sequences keep theirs
     order = sorted(range(len(lengths)), key=lambda i: sequences[i].tolist())
     shared = [common(sequences[i], sequences[j]) for i, j in pairwise(order)]
     if max(shared, default=0) < FEWEST_TOKENS:
         return None
-    place = np.empty(len(rows), np.int64)
+    place = np.empty(len(ids), np.int64)
     source: list[np.ndarray] = []
     found: list[int] = []
     parents: list[int] = []
