@@ -17,6 +17,7 @@ from handgrad.model.passes import prefixes
 from handgrad.model.passes.batch import Piece
 from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.model.passes.options import PassOptions
+from handgrad.optim import OptimizerInBackward
 from handgrad.proof.oracles import relative_error
 
 LLAMA: dict[str, Any] = {"preset": "nano-llama", "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_hidden": 20}
@@ -151,6 +152,49 @@ def test_nothing_is_shared_where_the_result_would_differ() -> None:
     model.zero_grad()
     model.loss_and_grads(*batch, examples=norms, share=True)
     assert torch.equal(norms.result(), flat)
+
+
+def test_a_batch_that_shares_is_divided_into_fewer_pieces() -> None:
+    """Twice the new tokens at once, since each piece computes a prefix again; a batch that shares nothing has the pieces
+    that it had, and so does one whose pieces were given."""
+    model = make("gpt2", False)
+    ids = torch.arange(30) % 13
+    tails = torch.randint(13, (220, 10), generator=torch.Generator().manual_seed(1))
+    alike = torch.cat([torch.cat([ids, tail]) for tail in tails])
+    batch = alike, alike, [40] * 220
+    assert [sum(p.numbers is not None for p in pieces_of(model, batch, share=share)) for share in (True, False)] == [
+        1,
+        0,
+    ]
+    assert len(pieces_of(model, batch)) == 9 and len(pieces_of(model, batch, share=True, tokens_at_once=1024)) == 2
+    others = torch.randint(13, (8800,), generator=torch.Generator().manual_seed(2))
+    apart = others, others, [40] * 220
+    assert [x.lengths for x in pieces_of(model, apart, share=True)] == [x.lengths for x in pieces_of(model, apart)]
+
+
+def test_prefixes_of_sequences_that_are_no_neighbors() -> None:
+    """The batch is in a random order; a prefix counts as new where it is first."""
+    a, b = torch.arange(10), torch.arange(10) + 20
+    parts = [torch.cat([x, torch.tensor([50 + i, 60])]) for i, x in enumerate((a, b, a, b, a))]
+    parts.append(parts[0][:9])
+    assert prefixes.new_tokens(torch.cat(parts), tuple(map(len, parts))) == (12, 12, 2, 2, 2, 1)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_an_optimizer_inside_the_backward_pass(clip: float) -> None:
+    found = []
+    for share in (False, True):
+        model = make("gpt2", False)
+        optimizer = OptimizerInBackward(model, lambda p: torch.optim.SGD(p, lr=0.1), clip, share=share)
+        optimizer.step(*nested_batch(13))
+        found.append(dict(model.named_parameters()))
+    assert max(relative_error(found[1][name], p) for name, p in found[0].items()) <= 1e-12
+
+
+def test_the_loss_without_gradients() -> None:
+    model = make("gpt2", False)
+    batch = nested_batch(13)
+    assert model.loss(*batch, share=True) == pytest.approx(model.loss(*batch), rel=1e-12)
 
 
 def test_share_is_a_bool() -> None:
