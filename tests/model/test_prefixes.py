@@ -17,6 +17,8 @@ from handgrad.model.passes import prefixes
 from handgrad.model.passes.batch import Piece
 from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.model.passes.options import PassOptions
+from handgrad.model.precision import why_not_mixed
+from handgrad.model.storage.quantize import quantize
 from handgrad.optim import OptimizerInBackward
 from handgrad.proof.oracles import relative_error
 
@@ -56,11 +58,11 @@ def nested_batch(n_vocab: int, seed: int = 0) -> Batch:
     return ids_of, targets_of, [len(s) for s in tokens]
 
 
-def make(name: str, adapter: bool) -> hg.GPT:
-    shape = {"n_vocab": 13, "n_context": 40, "d_model": 12, "n_heads": 3, "n_blocks": 2, **MODELS[name]}
-    model = hg.GPT(hg.preset(shape.pop("preset", "nano"), **shape), seed=0, dtype=torch.float64)
+def make(name: str, adapter: str = "", dtype: torch.dtype = torch.float64, **changes: Any) -> hg.GPT:
+    shape = {"n_vocab": 13, "n_context": 40, "d_model": 12, "n_heads": 3, "n_blocks": 2, **MODELS[name], **changes}
+    model = hg.GPT(hg.preset(shape.pop("preset", "nano"), **shape), seed=0, dtype=dtype)
     if adapter:
-        lora.inject(model, 2)
+        lora.inject(model, 2, targets=("all-linear", "lm_head"), dora=adapter == "DoRA")
     perturb(model)
     return model
 
@@ -75,9 +77,10 @@ def pieces_of(model: hg.GPT, batch: Batch, **options: Any) -> list[Piece]:
     return model.prepare(model.pack(batch[0], batch[2]), batch[1], options=PassOptions(**options)).pieces
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", ["", "LoRA", "DoRA"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_pass_through_branches_is_that_of_the_sequences(name: str, adapter: bool) -> None:
+@pytest.mark.some_cases(2)
+def test_the_pass_through_branches_is_that_of_the_sequences(name: str, adapter: str) -> None:
     model = make(name, adapter)
     batch = nested_batch(model.config.n_vocab)
     loss, expected = gradients(model, batch)
@@ -91,7 +94,7 @@ def test_the_pass_through_branches_is_that_of_the_sequences(name: str, adapter: 
 
 
 def test_without_kernels_too() -> None:
-    model = make("windows", False)
+    model = make("windows")
     batch = nested_batch(model.config.n_vocab)
     _, expected = gradients(model, batch)
     with library.disabled():
@@ -99,8 +102,66 @@ def test_without_kernels_too() -> None:
     assert max(relative_error(grads[key], grad) for key, grad in expected.items()) <= 1e-12
 
 
+WIDE: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_hidden": 64, "window": 9}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_that_are_packed(bits: int) -> None:
+    model = quantize(make("grouped queries", dtype=torch.float32, **WIDE), bits).double()
+    lora.inject(model, 2)
+    perturb(model)
+    batch = nested_batch(13)
+    for recompute in ("none", "blocks"):
+        (loss, expected), (found, grads) = (
+            gradients(model, batch, share=share, recompute=recompute) for share in (False, True)
+        )
+        assert abs(found - loss) <= 1e-12
+        assert max(relative_error(grads[name], x) for name, x in expected.items()) <= 1e-12
+
+
+@pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
+@pytest.mark.parametrize("adapter", ["", "LoRA", "DoRA"])
+def test_mixed_precision_up_to_what_it_rounds(adapter: str) -> None:
+    """A branch rounds sums over the sequences where these round their parts: both are as far from float32."""
+    model = make("grouped queries", adapter, torch.float32, **WIDE)
+    batch = nested_batch(13)
+    _, exact = gradients(model, batch)
+    model.precision = "mixed"
+    alone, shared = (gradients(model, batch, share=share)[1] for share in (False, True))
+    largest = max(x.norm() for x in exact.values())
+
+    def error(grads: dict[str, Tensor]) -> float:
+        return max(float((grads[name] - x).norm() / x.norm().clamp(min=1e-3 * largest)) for name, x in exact.items())
+
+    assert 0 < error(shared) <= 2 * error(alone)
+
+
+def test_dropout_has_one_mask_for_a_row_that_is_shared() -> None:
+    """Two equal sequences have one loss whichever of them has the targets; alone they have different masks."""
+    model = make("gpt2").train()
+    lora.inject(model, 2, targets=["c_attn", "mlp.c_fc"], dropout=0.4)
+    perturb(model)
+    ids, none = torch.arange(12), torch.full((12,), -100)
+    tokens, lengths = ids.repeat(2), [12, 12]
+    first, second = torch.cat([ids, none]), torch.cat([none, ids])
+    for share in (True, False):
+        one, two = (gradients(model, (tokens, x, lengths), share=share, seed=3)[0] for x in (first, second))
+        assert (one == two) == share
+    _, grads = gradients(model, (tokens, second, lengths), share=True, seed=3)
+    p = model.transformer.h[0].attn.c_attn.down
+    u = torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype)
+    losses = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            p += step * u
+            losses.append(gradients(model, (tokens, second, lengths), share=True, seed=3)[0])
+            p -= step * u
+    name = next(name for name, q in model.named_parameters() if q is p)
+    assert (grads[name] * u).sum().item() == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-6)
+
+
 def test_log_probabilities_are_those_of_the_sequences() -> None:
-    model = make("gpt2", False)
+    model = make("gpt2")
     tokens, targets, lengths = nested_batch(model.config.n_vocab)
     shared, flat = (model.log_probabilities(tokens, targets, lengths, share=share) for share in (True, False))
     assert relative_error(shared, flat) <= 1e-12
@@ -146,7 +207,7 @@ def test_nothing_is_shared_where_the_result_would_differ() -> None:
     with_conv = hg.GPT(hg.preset(shape.pop("preset"), **shape, family="lfm2", qk_norm=True, conv_blocks=(0,)), seed=0)
     assert not pieces_of(with_conv, batch, share=True)[0].parents
     norms = ExampleNorms(grads=True)
-    model = make("gpt2", False)
+    model = make("gpt2")
     model.loss_and_grads(*batch, examples=norms)
     flat = norms.result()
     model.zero_grad()
@@ -157,7 +218,7 @@ def test_nothing_is_shared_where_the_result_would_differ() -> None:
 def test_a_batch_that_shares_is_divided_into_fewer_pieces() -> None:
     """Twice the new tokens at once, since each piece computes a prefix again; a batch that shares nothing has the pieces
     that it had, and so does one whose pieces were given."""
-    model = make("gpt2", False)
+    model = make("gpt2")
     ids = torch.arange(30) % 13
     tails = torch.randint(13, (220, 10), generator=torch.Generator().manual_seed(1))
     alike = torch.cat([torch.cat([ids, tail]) for tail in tails])
@@ -184,7 +245,7 @@ def test_prefixes_of_sequences_that_are_no_neighbors() -> None:
 def test_an_optimizer_inside_the_backward_pass(clip: float) -> None:
     found = []
     for share in (False, True):
-        model = make("gpt2", False)
+        model = make("gpt2")
         optimizer = OptimizerInBackward(model, lambda p: torch.optim.SGD(p, lr=0.1), clip, share=share)
         optimizer.step(*nested_batch(13))
         found.append(dict(model.named_parameters()))
@@ -192,7 +253,7 @@ def test_an_optimizer_inside_the_backward_pass(clip: float) -> None:
 
 
 def test_the_loss_without_gradients() -> None:
-    model = make("gpt2", False)
+    model = make("gpt2")
     batch = nested_batch(13)
     assert model.loss(*batch, share=True) == pytest.approx(model.loss(*batch), rel=1e-12)
 
