@@ -8,12 +8,18 @@ import pytest
 import torch
 from members import LENGTHS, LIMIT, batch, from_folder, in_float64, opened, their_logits
 from peft import LoraConfig, PeftModel, get_peft_model
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import handgrad as hg
 from conftest import perturb
+from handgrad.display.run_progress import Silent
 from handgrad.errors import HandgradError
 from handgrad.proof.oracles import relative_error
+from handgrad.text import tokenizer
+from handgrad.training import finetune
+from handgrad.training.config import FinetuneOptions
+from handgrad.training.distributed import Ranks
 
 MIXTURES = [
     "mixtral, 3 queries to a key", "qwen3_moe, normalized, some blocks dense", "olmoe, 1 queries to a key", "dots1, groups",
@@ -98,6 +104,28 @@ def test_adapters_that_peft_cannot_hold_are_refused(options: dict[str, Any], mes
     with pytest.raises(HandgradError, match=message):
         hg.lora.save(ours, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_finetune_says_what_peft_does_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a step is computed: DoRA of experts could not be saved, and a factor that PEFT shares is trained twice."""
+    opened(MIXTURES[0], tmp_path / "m", vocab_size=259)
+    tokenizer.make("bytes", []).write(tmp_path / "m")
+    (tmp_path / "data.jsonl").write_text('{"text": "some text"}\n' * 4)
+    options = LoraConfig(r=2, target_modules=[], target_parameters=STACKED)
+    get_peft_model(from_folder(tmp_path / "m"), options).save_pretrained(tmp_path / "a")
+    said: list[str] = []
+    monkeypatch.setattr(Silent, "say", lambda _, text: said.append(text))
+
+    def prepare(**options: Any) -> None:
+        given = {"data": (str(tmp_path / "data.jsonl"),), "steps": 1, **options}
+        finetune.prepare(FinetuneOptions.parse(given), Ranks(), Silent(Console()))
+
+    with pytest.raises(HandgradError, match="PEFT has no DoRA for"):
+        prepare(model=str(tmp_path / "m"), rank=2, dora=True)
+    prepare(model=str(tmp_path / "m"), rank=2)
+    assert not any("PEFT" in text for text in said)
+    prepare(model=str(tmp_path / "a"))
+    assert any("one factor A for gate and up" in text for text in said)
 
 
 # PEFT's names; a rank or alpha of "gate" is not that of the parameter gate.weight
