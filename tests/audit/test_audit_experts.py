@@ -536,8 +536,11 @@ def test_experts_that_are_modules_and_frozen() -> None:
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 def test_a_folder_whose_widths_grouped_products_refuse(family: str, tmp_path: Path) -> None:
     balanced(family, hidden_size=20).save_pretrained(tmp_path)
-    report = audit_folder(tmp_path, attention="eager", tokens=9, setup=False)
+    report = audit_folder(tmp_path, tokens=9, setup=False)
     assert report.passed, str(report)
+    if family == "gpt_oss":
+        with pytest.raises(hg.HandgradError, match=r"no sdpa attention .* or give eager"):
+            audit_folder(tmp_path, attention="sdpa", tokens=9, setup=False)
 
 
 def test_replaced_parts_beside_experts() -> None:
