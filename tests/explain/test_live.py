@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 from live_requests import Request, requests
 from same_answers import differences
-from test_assets import LEFT_OUT, NODE
 from tiny_session import TEXT, perturb
 
 import handgrad as hg
-import handgrad.explain_page as explain_page
+from conftest import need_node
 from handgrad.errors import HandgradError
 from handgrad.explain_page.course import Judge, course_view
+from handgrad.explain_page.export import bundle
 from handgrad.explain_page.json_numbers import as_json
 from handgrad.explain_page.live_data import live_data
 from handgrad.explain_page.page_files import asset
@@ -28,7 +28,6 @@ from handgrad.explain_page.views.overview import table
 from handgrad.text import tokenizer
 
 EXACT, SINGLE = 1e-9, 1e-5  # relative differences from Python in float64, which the browser computes in, and in float32
-ASSETS = Path(explain_page.__file__).parent / "assets"
 MAIN = ("overview", "station", "head", "heads", "lens", "effects", "follow", "compare", "slice", "value", "swaps")
 CHARACTERS = tokenizer.make("chars", ["to be, or not?\nTO BE"])
 SHAPES: dict[str, dict[str, Any]] = {
@@ -79,15 +78,14 @@ class Asked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def asked() -> dict[str, Asked]:
-    if NODE is None:
-        pytest.skip(LEFT_OUT)
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
+    node, program = need_node(), tmp_path_factory.mktemp("live") / "program.mjs"
+    program.write_text(bundle("live/serve.js") + (Path(__file__).parent / "js" / "run_live.js").read_text())
     sessions = {name: session_of(**shape) for name, shape in SHAPES.items()}
     wanted = [requests(session, TEXT) for session in sessions.values()]
     models = [{"data": live_data(s), "requests": r} for s, r in zip(sessions.values(), wanted, strict=True)]
-    given = json.dumps({"folder": str(ASSETS), "models": models})
-    program = Path(__file__).parent / "js" / "run_live.js"
-    done = subprocess.run([NODE, str(program)], input=given, capture_output=True, text=True, check=False)
+    given = json.dumps({"models": models})
+    done = subprocess.run([node, str(program)], input=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = zip(sessions.values(), wanted, json.loads(done.stdout), strict=True)
     return {name: Asked(*one) for name, one in zip(sessions, found, strict=True)}

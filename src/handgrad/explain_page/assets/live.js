@@ -7,7 +7,7 @@ import { RequestError } from "./request_error.js";
 const ROUTES = new Set([
   "table", "learn", "predict", "token", "sentence", "overview", "station", "swaps", "head", "heads", "lens", "neurons",
   "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "step", "proof", "proofs",
-]); // prettier-ignore
+]);
 
 /** @param {string} source  the program: it defines serveLive @param {string} data  what live_data.py has written */
 export function live(source, data) {
