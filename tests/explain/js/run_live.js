@@ -5,7 +5,8 @@ import { readFileSync } from "node:fs";
 
 const { models } = JSON.parse(readFileSync(0, "utf8"));
 
-const found = models.map(({ data, requests }) => {
+const found = [];
+for (const { data, requests } of models) {
   let sent;
   const port = { postMessage: (message) => (sent = message) };
   const send = (message) => {
@@ -15,12 +16,17 @@ const found = models.map(({ data, requests }) => {
   live_serveModule.serve(port);
   send({ data: JSON.stringify(data) });
   const answers = [];
-  requests.forEach(([name, given], number) => {
+  for (const [number, [name, given]] of requests.entries()) {
     const named = Object.entries(given).map(([key, x]) => [key, /^@\d+$/.test(x) ? answers[x.slice(1)].id : x]);
-    const { error, known, text } = send({ number, name, given: Object.fromEntries(named) });
-    if (error !== undefined && !known) throw new Error(`${name} ${JSON.stringify(given)}: ${error}`);
-    answers.push(error === undefined ? JSON.parse(text) : { error });
-  });
-  return answers;
-});
+    const ask = () => {
+      const { error, known, text } = send({ number, name, given: Object.fromEntries(named) });
+      if (error !== undefined && !known) throw new Error(`${name} ${JSON.stringify(given)}: ${error}`);
+      return error === undefined ? JSON.parse(text) : { error };
+    };
+    let answer = ask();
+    for (; answer.state === "measuring"; answer = ask()) await new Promise((done) => setTimeout(done));
+    answers.push(answer);
+  }
+  found.push(answers);
+}
 console.log(JSON.stringify(found));
