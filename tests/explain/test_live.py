@@ -55,7 +55,7 @@ def answers_of_python(session: Session, asked: list[Request]) -> list[Any]:
             found.append(course_view(session, {}, grading=False))
             continue
         if name == "table":
-            found.append(json.loads(json.dumps({**table(session), "autograd": False})))
+            found.append(json.loads(json.dumps({**table(session), "torch": False})))
             continue
         route = ROUTES[name]
         complete = {p.name: p.default for p in route.parameters()} | named
