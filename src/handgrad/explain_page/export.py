@@ -190,8 +190,8 @@ def bundle(first: str = "page.js") -> str:
 def _constant(name: str, found: re.Match[str]) -> str:
     """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;
     import * as x from "./x.js"; → const x = xModule;"""
-    names = found[1].removeprefix("* as ").replace(" as ", ": ")
-    return f"const {names} = {_variable(imported(name, found[2]))};"
+    names, path = found.groups()
+    return f"const {names.removeprefix('* as ').replace(' as ', ': ')} = {_variable(imported(name, path))};"
 
 
 def _variable(name: str) -> str:
