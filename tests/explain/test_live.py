@@ -33,9 +33,9 @@ KEYS = "each column of Δ_k sums to 0, so "  # why ∂b_k, which nothing compute
 CHARACTERS = tokenizer.make("chars", ["to be, or not?\nTO BE"])
 SHAPES: dict[str, dict[str, Any]] = {
     "nano": {"n_blocks": 2, "scale": 0.1},
-    "without biases": {
-        "n_blocks": 1, "n_heads": 2, "tied": False, "logits_bias": True, "activation": "relu", "qkv_bias": False,
-        "out_bias": False, "mlp_bias": False, "norm_bias": False, "scale": 0.4,
+    "another form": {
+        "n_blocks": 1, "n_heads": 2, "d_rho": 5, "d_head": 7, "causal": False, "tied": False, "logits_bias": True,
+        "activation": "relu", "qkv_bias": False, "out_bias": False, "mlp_bias": False, "norm_bias": False, "scale": 0.4,
     },
 }  # fmt: skip
 
