@@ -7,7 +7,8 @@ a block's layers comes from `Block.steps()`: what is shown of a step follows fro
 json_types.py   every JSON that the page reads, declared      routes.py   the requests, each with the function that answers
 server.py       the web server on this machine                export.py   the page as one file
 notebook.py     hg.explain                                    page_files.py   the files of the page
-engine_data.py  a model as data for assets/engine/, which computes it in the browser; live_data.py   the rest that assets/live/ needs
+engine_data.py  a model as data for assets/engine/, which computes it in the browser
+live_data.py    the same, with what else assets/live/ needs
 exercises.py, course.py   the exercises of `handgrad.learn` on the tensors of a sentence
 
 stations/       a station per step of the network: formulas, parameters, source code
