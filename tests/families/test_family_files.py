@@ -249,6 +249,13 @@ def test_a_tied_file_that_holds_the_head_twice_and_old_rotary_tables(copy_of: Ca
     assert_opened_alike(folder)
 
 
+def test_gelu_of_the_first_gemma_files_is_its_approximation_by_tanh(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("gemma")
+    edit(folder, hidden_act="gelu", hidden_activation=None)
+    assert hg.load(folder).config.activation == "gelu_tanh"
+    assert_opened_alike(folder)
+
+
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # fields that change the mathematics, or that say the weights were made for other mathematics
@@ -291,6 +298,14 @@ OF_A_FAMILY: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_parameters": YARN, "original_max_position_embeddings": 16}, "yarn"),
     ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    # what transformers ignores, or reads otherwise
+    ("gpt_neox", {"rope_parameters": None, "rope_theta": 500.0}, "rope_theta is 500.0.*give it as rotary_emb_base"),
+    ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.5, "partial_rotary_factor": 0.25}, "give it as rotary_pct"),
+    ("gemma3_text", {"attn_logit_softcapping": 2.0}, "attn_logit_softcapping is 2.0; only null"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must hold full_attention"),
+    ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "call it rope_type"),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "applies to some blocks only"),
+    ("olmo3", {"layer_types": None, "sliding_window_pattern": 2}, "transformers ignores it in this family"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),

@@ -154,7 +154,7 @@ REFUSED = {
     "no number of used experts": (put("llama.expert_used_count", None), "has no llama.expert_used_count"),
     "more experts used than there are": (put("llama.expert_used_count", 6), "num_experts_per_tok|experts_per_token"),
     "a number that no stack has": (put("llama.expert_count", 6), "has the shape .5, .*expected .6, "),
-    "far too many experts": (put("llama.expert_count", 1 << 30), "must be an integer of at most 65,536"),
+    "far too many experts": (put("llama.expert_count", 1 << 30), "must be an integer of at most 2,048"),
     "a text": (put("llama.expert_count", "many"), "llama.expert_count is .many., not an integer"),
     "a stack of two dimensions": (
         put(EXPS, np.zeros((55, 18), np.float32)),
