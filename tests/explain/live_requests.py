@@ -28,7 +28,7 @@ def sentences(text: str) -> list[Request]:
         ("step", {"id": "@0", "lr": 1000.5}),
         ("step", {"id": "@0", "lr": 0.1, "optimizer": "Muon"}),
         ("sentence", {"text": "to? be or not"}),  # the first character surprises most: another one is attributed
-        ("sentence", {"text": "to"}),  # the second attends to the first with more than 30 %
+        ("sentence", {"text": "tot"}),  # its characters attend to the first with more than 30 %
     ]
 
 
