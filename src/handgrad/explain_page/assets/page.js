@@ -16,6 +16,7 @@ import { find, h, keepFocus, render } from "./render.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
+import { withStory } from "./story_band.js";
 import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { scrollToToken, tokenStrip } from "./tokens.js";
@@ -48,13 +49,16 @@ function redraw() {
   const view = currentView(),
     panel = find(`view-${view.id}`);
   if (loaded.key === keyOf()) {
-    const content = loaded.problem ? failed(view) : view.draw(state, loaded.data, actions);
-    render(panel, content.filter(Boolean));
+    render(panel, (loaded.problem ? failed(view) : contentOf(view)).filter(Boolean));
     if (loaded.problem) delete panel.dataset.station;
     else Object.assign(panel.dataset, { station: state.station, sentence: state.overview.id });
   }
   restoreFocus();
 }
+
+/** A view with its sentence of the story. @param {any} view */
+const contentOf = (view) =>
+  withStory(view.draw(state, loaded.data, actions), view.id, VIEWS.map(({ id }) => id), state, loaded.data, actions);
 
 /** @param {any} view */
 const failed = (view) => [
