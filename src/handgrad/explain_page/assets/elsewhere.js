@@ -90,7 +90,7 @@ export function elsewhereCard(state, goal, actions) {
     problem ? h("p.problem", { role: "alert" }, problem) : null,
     h("div", { "aria-live": "polite" }, rows.length && !waiting ? h("p.caption", { id: "elsewhere-caption" }, aboutElsewhere(rows, goal)) : null),
     rows.length ? table("Other prompts before and now", head, rows.map((row) => line(row, goal)), { class: "fates" }) : null,
-    rows.length ? caption("A prompt that ends in the middle of a word is continued there.") : null,
+    rows.length && state.table.unit !== "word" ? caption("A prompt that ends in the middle of a word is continued there.") : null,
   );
 }
 

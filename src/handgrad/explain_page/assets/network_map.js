@@ -3,7 +3,7 @@
 
 import { number } from "./format.js";
 import { joints, mapLines } from "./map_lines.js";
-import { choice } from "./parts.js";
+import { button, choice } from "./parts.js";
 import { h, render } from "./render.js";
 
 export const NOTE =
@@ -63,6 +63,7 @@ export function drawMap(nav, state, actions) {
       ),
       h("span.backward", "↑ backward"),
     ),
+    h("p.map-play", button("Play the pass", () => actions.play(), { class: "small", id: "play-pass" })),
     h(
       "div.map-scroll",
       h(

@@ -10,6 +10,7 @@ import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { button } from "./parts.js";
+import { drawPlay, play } from "./play.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
@@ -46,6 +47,7 @@ function redraw() {
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
   drawMap(find("map"), state, actions);
+  drawPlay(state, actions);
   const view = currentView(),
     panel = find(`view-${view.id}`);
   if (loaded.key === keyOf()) {
@@ -232,6 +234,8 @@ const actions = {
   traced: () => tracing,
   show,
   preview,
+
+  play: () => play(state, actions),
 
   /** Open a view. @param {string} view */
   open(view) {

@@ -164,6 +164,7 @@ function blame(position, state, actions) {
       known || offline
         ? null
         : button("Show their shares", () => actions.explainWord(position), { id: "blame" }),
+      button("Play the pass", () => actions.play(), { id: "story-play" }),
       button("Take the tour", () => find("tour-button").click(), { id: "story-tour" }),
       button("Walk forward from the first layer", () => actions.go("a_1", "forward"), { id: "story-map" }),
     ),
