@@ -46,7 +46,9 @@ export function aboutGoal(goal, { steps, first, p }, end, beginning) {
     reached: still,
     stopped: `Stopped. ${still}`,
     limit: `That is not enough. ${still} More steps may help, or another learning rate.`,
-    diverges: `The steps diverge: the last ${RISING} ended above ${number(beginning)}, where they began. ${still} Press reset and choose a smaller learning rate.`,
+    diverges:
+      `The steps diverge: the last ${RISING} ended above ${number(beginning)}, where they began. ${still} ` +
+      "Press reset and choose a smaller learning rate.",
   }[end];
 }
 

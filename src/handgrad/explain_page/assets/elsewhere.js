@@ -74,7 +74,10 @@ export function elsewhereCard(state, goal, actions) {
       values: () => rows.map(({ text, before, now, left }) => [text, before.word, before.p, now.word, now.p, left]),
       columnLabels: ["prompt", "first choice before", "probability", "first choice now", "probability", "left of the first"],
     },
-    soft("The steps were taken for one sentence, but every prompt uses the same weights. Before: the original weights. Now: those after the steps."),
+    soft(
+      "The steps were taken for one sentence, but every prompt uses the same weights. Before: the original weights. Now: those " +
+        "after the steps.",
+    ),
     h(
       "label.field",
       "prompts, one per line",
@@ -86,9 +89,19 @@ export function elsewhereCard(state, goal, actions) {
         oninput: (/** @type {any} */ event) => (typed = event.target.value),
       }),
     ),
-    h("p", button(waiting ? "measuring…" : "measure them", () => waiting || measureElsewhere(state, actions), { id: "measure-elsewhere", "aria-disabled": waiting ? "true" : null })),
+    h(
+      "p",
+      button(waiting ? "measuring…" : "measure them", () => waiting || measureElsewhere(state, actions), {
+        id: "measure-elsewhere",
+        "aria-disabled": waiting ? "true" : null,
+      }),
+    ),
     problem ? h("p.problem", { role: "alert" }, problem) : null,
-    h("div", { "aria-live": "polite" }, rows.length && !waiting ? h("p.caption", { id: "elsewhere-caption" }, aboutElsewhere(rows, goal)) : null),
+    h(
+      "div",
+      { "aria-live": "polite" },
+      rows.length && !waiting ? h("p.caption", { id: "elsewhere-caption" }, aboutElsewhere(rows, goal)) : null,
+    ),
     rows.length ? table("Other prompts before and now", head, rows.map((row) => line(row, goal)), { class: "fates" }) : null,
     rows.length && state.table.unit !== "word" ? caption("A prompt that ends in the middle of a word is continued there.") : null,
   );

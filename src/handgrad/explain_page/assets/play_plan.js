@@ -51,7 +51,7 @@ export function planOf(table, overview, shown, heads) {
   }
   const inside = rows.filter((row) => row.kind === "inside");
   const edge = inside.flatMap((row) => [row.y - row.high / 2, row.y + row.high / 2]);
-  const plan = { rows, ways, seconds: back + SECONDS.pass + SECONDS.end, high: rows[rows.length - 1].y + 100, lengths };
+  const plan = { rows, ways, seconds: back + SECONDS.pass + SECONDS.end, high: rows[rows.length - 1].y + 88, lengths };
   const stops = rows.flatMap((row, i) => [stopOf("forward", i), stopOf("backward", i)]).sort((a, b) => a.at - b.at);
   return { ...plan, stops, heads: fan < 0 ? 0 : (heads?.length ?? 0), block: [Math.min(...edge), Math.max(...edge)] };
 
@@ -87,7 +87,8 @@ function brightnessOf(lengths) {
 function rowsOf({ stations, blocks }, shown) {
   const first = stations.findIndex((/** @type {any} */ s) => s.block !== null);
   const folded = [...Array(blocks).keys()].map((b) => stations.filter((/** @type {any} */ s) => s.block === b));
-  const plain = (/** @type {any} */ s) => ({ id: s.id, station: s, block: s.block, label: `${s.id === "loss" ? "L" : s.symbol}  ${s.title}` });
+  const name = (/** @type {any} */ s) => `${s.id === "loss" ? "L" : s.symbol}  ${s.title}`;
+  const plain = (/** @type {any} */ s) => ({ id: s.id, station: s, block: s.block, label: name(s) });
   /** @type {any[]} */
   const found = [];
   for (const s of stations.slice(0, first)) found.push({ ...plain(s), kind: "outside" });
@@ -115,8 +116,8 @@ function rowsOf({ stations, blocks }, shown) {
 function pointsOf({ x, bend, part }, from, to) {
   if (part === "flow") return [[x, from], [x, to]];
   const way = Math.min(14, Math.abs(to - from) / 2) * Math.sign(to - from);
-  const quarter = (/** @type {number} */ t) => [x + (bend - x) * Math.sin((t * Math.PI) / 2), from + way * (1 - Math.cos((t * Math.PI) / 2))];
-  const turn = [0, 0.25, 0.5, 0.75, 1].map(quarter);
+  const angles = [0, 0.25, 0.5, 0.75, 1].map((t) => (t * Math.PI) / 2);
+  const turn = angles.map((angle) => [x + (bend - x) * Math.sin(angle), from + way * (1 - Math.cos(angle))]);
   return [...turn, ...turn.map(([a, b]) => [a, to + from - b]).reverse()];
 }
 
@@ -135,7 +136,8 @@ function fanOf(heads, row, line, times) {
     const slot = slotOf(i, sizes.length);
     const smooth = (/** @type {number} */ s) => line.x + (slot - line.x) * s * s * (3 - 2 * s);
     const points = [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1].map((s) => [smooth(s), other.y + (row.y - other.y) * s]);
-    return { ...times, width: (5 * width(size)) / 9.5, light: 0.4 + (0.6 * Math.max(0, width(size) - 1.5)) / 8, points: splits ? points : points.reverse() };
+    const light = 0.4 + (0.6 * Math.max(0, width(size) - 1.5)) / 8;
+    return { ...times, width: (5 * width(size)) / 9.5, light, points: splits ? points : points.reverse() };
   });
 }
 
@@ -155,7 +157,9 @@ function aboutForward(rows, i, { a }, { overview, heads }) {
     return `${label}: what it joins has lengths ${listed(read)}; the result has ${long(a[id])}.`;
   }
   const most = station.kind === "attention" && heads?.[0].length !== undefined ? mostOf(heads, "length") : null;
-  const split = most ? ` ${count(heads.length, "head")} side by side; the longest output is that of head ${most.head}, ${number(most.size)}.` : "";
+  const split = most
+    ? ` ${count(heads.length, "head")} side by side; the longest output is that of head ${most.head}, ${number(most.size)}.`
+    : "";
   return `${label}: ${long(a[id])}.${split}`;
 }
 
@@ -164,7 +168,7 @@ function aboutBackward(rows, i, { delta }, { overview, heads }) {
   const { id, station, kind, label, top } = rows[i];
   if (id === "loss") return `Backward: the error begins at the loss.`;
   if (!i) return `The backward pass is complete: every layer has its gradient.`;
-  if (top) return `What went two ways comes back two ways, and is added: ${long(delta[id])} leaves block ${rows[i].block === null ? "" : rows[i].block + 1}.`;
+  if (top) return `What went two ways comes back two ways, and is added: ${long(delta[id])} leaves ${label}.`;
   if (kind === "folded") return `${label}: an error of ${long(delta[id])} arrives at its output.`;
   if (station.kind === "add") return `${label}: the error, ${long(delta[id])}, goes two ways, into the branch and past it.`;
   const most = station.kind === "attention" && heads ? mostOf(heads, "incoming") : null;

@@ -5,6 +5,7 @@ import { aboutGoal, diverges, goalOf, LIMIT, standingOf } from "./after_steps.js
 import { embeddedSteps, offline, post } from "./api.js";
 import { elsewhereCard, measureElsewhere } from "./elsewhere.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { button, caption, figureCell, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -17,7 +18,7 @@ let moves = []; // probability of each target before the first step and after th
 let rate = NaN; // log10 of the learning rate that is shown
 let touched = false; // whether the reader chose it
 let optimizer = "SGD";
-let running = ""; // "waits" for a trace, "one", "many" or "until" while steps are taken, "ends" until the page has the new weights
+let running = ""; // "waits" for a trace, "one", "many" or "until" for steps, "ends" until the page has the new weights
 /** @type {{ goal: any, standing: any, end: any } | null} */
 let until = null; // the word that shall be the first choice, and where it stands
 let problem = "";
@@ -80,7 +81,8 @@ const about = (model, name) =>
 const firstRate = ({ large }, name) => (name === "Adam" ? (large ? -5 : -3) : large ? -3 : -2);
 
 /** What a step of a large model is doing, which takes seconds. */
-const WORK = { one: "Computing the step…", many: "Computing the steps…", until: "Computing the steps…", ends: "Computing a trace with the new weights…" };
+const STEPS = "Computing the steps…";
+const WORK = { one: "Computing the step…", many: STEPS, until: STEPS, ends: "Computing a trace with the new weights…" };
 
 function controls(state, actions) {
   if (!touched) rate = firstRate(state.table, optimizer);
@@ -326,7 +328,7 @@ function curve(objective) {
 function changes() {
   const rows = moves.map((m, t) =>
     tr(
-      { key: t },
+      { key: t, "data-link": tokenLink(t) },
       visible(m.token),
       h("b", visible(m.target)),
       h(

@@ -4,6 +4,7 @@
 import { offline } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, count, number, percent, probability, quote, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { button, caption, chips, leftBar, probabilityBars, soft } from "./parts.js";
 import { find, h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -101,6 +102,7 @@ function words(tokens, losses, position, choose, unit) {
           ? `${visible(token.label)}, the first token, not predicted`
           : `${visible(token.label)} was predicted with ${percent(p)}`,
       style: i ? filled("size", 0.6 * (losses[i - 1] / most)) : null,
+      data: { "data-link": tokenLink(i) },
     };
   });
   return h(

@@ -18,7 +18,11 @@ export function withStory(content, view, views, state, data, actions) {
     "div.story-line",
     { key: "story-line", role: "note", "aria-label": "The story" },
     h("p", line),
-    h("div.walk", view === "whatif" && !data.result ? measure(data.effects, actions) : null, next ? onward(view, next, state, data, actions) : null),
+    h(
+      "div.walk",
+      view === "whatif" && !data.result ? measure(data.effects, actions) : null,
+      next ? onward(view, next, state, data, actions) : null,
+    ),
   );
   const at = view === "start" ? 1 : 0;
   return [...content.slice(0, at), band, ...content.slice(at)];

@@ -27,14 +27,16 @@ export const wordOf = ({ overview, token }) =>
 
 /** What flows back, in words. @param {any} objective @param {string} word */
 function signalOf(objective, word) {
-  if (objective.kind === "difference") return `the signal that tells ${said(objective.token.word)} from ${said(objective.against.word)}`;
-  return objective.kind === "position" ? `the error of ${said(word)}` : "the error of the whole sentence";
+  const { kind, token, against } = objective;
+  if (kind === "difference") return `the signal that tells ${said(token.word)} from ${said(against.word)}`;
+  return kind === "position" ? `the error of ${said(word)}` : "the error of the whole sentence";
 }
 
 /** What is explained, as a quantity that changes. @param {any} objective @param {string} word */
 function quantityOf(objective, word) {
-  if (objective.kind === "difference") return `the lead of ${said(objective.token.word)} over ${said(objective.against.word)}`;
-  return objective.kind === "position" ? `the loss of ${said(word)}` : "the mean loss of the sentence";
+  const { kind, token, against } = objective;
+  if (kind === "difference") return `the lead of ${said(token.word)} over ${said(against.word)}`;
+  return kind === "position" ? `the loss of ${said(word)}` : "the mean loss of the sentence";
 }
 
 const capital = (/** @type {string} */ text) => text[0].toUpperCase() + text.slice(1);
@@ -71,7 +73,7 @@ function start({ token, overview }, { view }) {
 function station(state, { view }) {
   const { overview, direction, station: id } = state;
   const { objective, losses, tokens } = overview;
-  const { position, before, word, loss, share } = wordOf(state);
+  const { position, before, word, share } = wordOf(state);
   if (id === "loss") return atLoss(objective, wordOf(state), losses, view.positions[position]);
   if (id === "a_0")
     return `${said(word)} was predicted from the ${count(position + 1, "token")} up to ${said(before)}, with ${share}.`;
@@ -80,8 +82,8 @@ function station(state, { view }) {
     if (!a) return null;
     const mean = a.reduce((/** @type {number} */ sum, /** @type {number} */ x) => sum + x, 0) / a.length;
     return (
-      `${said(word)} is predicted from the row of ${said(before)}. Here this row has length ${number(a[position])}; the mean of ` +
-      `all ${count(a.length, "row")} is ${number(mean)}.`
+      `${said(word)} is predicted from the row of ${said(before)}. Here this row has length ${number(a[position])}; the mean ` +
+      `of all ${count(a.length, "row")} is ${number(mean)}.`
     );
   }
   const signal = signalOf(objective, word),
@@ -90,18 +92,18 @@ function station(state, { view }) {
   if (!total) return `Nothing of ${signal} arrives here.`;
   const most = largest(squares),
     here = percent(squares[position] / total);
-  if (most === position) return `Of ${signal} that arrives here, ${here} is at ${said(before)}, from which ${said(word)} is predicted.`;
-  return (
-    `Of ${signal} that arrives here, most, ${percent(squares[most] / total)}, is at ${said(tokens[most].label)} (position ${most + 1}); ` +
-    `${here} is at ${said(before)}, from which ${said(word)} is predicted.`
-  );
+  const where = `${here} is at ${said(before)}, from which ${said(word)} is predicted.`;
+  if (most === position) return `Of ${signal} that arrives here, ${where}`;
+  const place = `${percent(squares[most] / total)}, is at ${said(tokens[most].label)} (position ${most + 1})`;
+  return `Of ${signal} that arrives here, most, ${place}; ${where}`;
 }
 
 /** @param {any} objective @param {Word} about @param {number[]} losses @param {any} row */
 function atLoss(objective, { word, loss, share }, losses, row) {
   const sum = losses.reduce((total, x) => total + x, 0);
+  const times = number((loss * losses.length) / sum || 0);
   if (objective.kind === "position")
-    return `The loss of ${said(word)} is −log p = ${number(loss)}: ${number((loss * losses.length) / sum || 0)} times the mean of the sentence.`;
+    return `The loss of ${said(word)} is −log p = ${number(loss)}: ${times} times the mean of the sentence.`;
   if (objective.kind === "sentence")
     return `${said(word)} had ${share}: its loss of ${number(loss)} is ${percent(loss / sum || 0)} of the sum over the sentence.`;
   const { token, against, value } = objective;
@@ -121,8 +123,10 @@ function attribution(state, { found }) {
   const left = value - rows[most].removed;
   const without = `Removed one at a time, ${said(rows[most].label)} (position ${most + 1}) matters most. Without it, `;
   if (!against) return `${without}${said(word.word)} would have ${percent(chance(-left))} instead of ${percent(chance(-value))}.`;
-  const lead = (/** @type {number} */ x) =>
-    x < 0 ? `${said(against.word)} ahead of ${said(word.word)} by ${number(-x)} logits` : `${said(word.word)} ahead of ${said(against.word)} by ${number(x)} logits`;
+  const lead = (/** @type {number} */ x) => {
+    const [first, second] = x < 0 ? [against, word] : [word, against];
+    return `${said(first.word)} ahead of ${said(second.word)} by ${number(Math.abs(x))} logits`;
+  };
   return `${without}the model would have ${lead(left)}; with it, it has ${lead(value)}.`;
 }
 
@@ -134,14 +138,18 @@ function flow(state) {
   const most = largest(top.share);
   const signal = capital(signalOf(objective, word));
   if (!top.share[most]) return `${signal} is 0 at every token.`;
-  const begins = `${signal} enters at ${bottom.label}, ${percent(bottom.share[position])} of it at ${said(before)}, before ${said(word)}. At ${top.label} `;
-  if (most === position) return `${begins}${percent(top.share[most])} is there, more than at any other token.`;
-  return `${begins}${percent(top.share[position])} is there, and most, ${percent(top.share[most])}, at ${said(tokens[most].label)} (position ${most + 1}).`;
+  const begins =
+    `${signal} enters at ${bottom.label}, ${percent(bottom.share[position])} of it at ${said(before)}, before ${said(word)}. ` +
+    `At ${top.label} ${percent(top.share[position])} is there`;
+  if (most === position) return `${begins}, more than at any other token.`;
+  return `${begins}, and most, ${percent(top.share[most])}, at ${said(tokens[most].label)} (position ${most + 1}).`;
 }
 
 /** @param {any} state @param {any} data */
 function heads(state, { heads: found }) {
-  const all = found.blocks.flatMap((/** @type {any[]} */ row, /** @type {number} */ b) => row.map((head, i) => ({ b, i, size: head.incoming })));
+  const all = found.blocks.flatMap((/** @type {any[]} */ row, /** @type {number} */ b) =>
+    row.map((head, i) => ({ b, i, size: head.incoming })),
+  );
   const total = all.reduce((/** @type {number} */ sum, /** @type {any} */ one) => sum + one.size ** 2, 0);
   const signal = signalOf(state.overview.objective, wordOf(state).word);
   if (!total) return `Nothing of ${signal} reaches a head.`;
@@ -169,7 +177,8 @@ function whatif(state, { effects, result }) {
   }
   const { block, head, predicted } = strongestHead(effects);
   const change = predicted < 0 ? `fall by ${number(-predicted)}` : `rise by ${number(predicted)}`;
-  return `Of all heads, the gradient expects most of head ${head + 1} of block ${block + 1}: without it, ${quantity} would ${change}.`;
+  const which = `head ${head + 1} of block ${block + 1}`;
+  return `Of all heads, the gradient expects most of ${which}: without it, ${quantity} would ${change}.`;
 }
 
 /** @param {any} state */
@@ -184,8 +193,8 @@ function step(state) {
 function compare(state, { all }) {
   const { steps } = state.overview;
   const { word, share } = wordOf(state);
-  const now = steps ? `After ${count(steps, "step")}, ${said(word)} has ${share}` : `With the original weights, ${said(word)} has ${share}`;
-  if (!all) return steps ? `${now}. Which activations did the steps change?` : `${now}. Which activations would another sentence have?`;
+  const now = `${steps ? `After ${count(steps, "step")}` : "With the original weights"}, ${said(word)} has ${share}`;
+  if (!all) return `${now}. ${steps ? "Which activations did the steps change?" : "Which activations would another sentence have?"}`;
   const changed = all.stations.map((/** @type {any} */ row) => row.a);
   const most = all.stations[largest(changed)];
   const { title, block } = state.table.stations.find((/** @type {any} */ one) => one.id === most.station);
@@ -197,7 +206,8 @@ function compare(state, { all }) {
 function exercises(state, { course }) {
   const { length } = course.exercises.filter((/** @type {any} */ one) => one.stations.length);
   const signal = capital(signalOf(state.overview.objective, wordOf(state).word));
-  return `${signal} has passed ${count(state.table.stations.length - 1, "station")}. ${count(length, "exercise")} of ${course.exercises.length} ask for what they do with it.`;
+  const passed = `${signal} has passed ${count(state.table.stations.length - 1, "station")}`;
+  return `${passed}. ${count(length, "exercise")} of ${course.exercises.length} ask what they do with it.`;
 }
 
 /** The sentence of each view, by its id, in the order of the story.
