@@ -58,7 +58,9 @@ export function aboutElsewhere(rows, goal) {
   const taken = moved.filter(({ now }) => now.id === goal.id).length;
   const of = `Of ${count(rows.length, "other prompt")}, `;
   if (!moved.length) return `${of}${rows.length === 1 ? "it" : "all"} kept the first choice. ${hardest(rows)}`;
-  const say = taken ? `, ${taken === moved.length ? "each time" : `${taken} times`} ${said(goal.word)}` : "";
+  const often = taken === 1 ? "once " : `${taken} times `,
+    always = taken === 1 ? "" : "each time ";
+  const say = taken ? `, ${taken === moved.length ? always : often}${said(goal.word)}` : "";
   return `${of}${moved.length} now ${moved.length === 1 ? "has" : "have"} another first choice${say}. ${hardest(rows)}`;
 }
 

@@ -18,7 +18,7 @@ let t = 0; // seconds
 let playing = false;
 let saving = ""; // how far a file is
 let problem = "";
-let made = { key: "", /** @type {import("./play_plan.js").Plan | null} */ plan: null };
+let made = { key: "", /** @type {import("./play_plan.js").Plan | null} */ plan: null, ready: Promise.resolve() };
 
 const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
@@ -34,12 +34,18 @@ export async function play(state, actions) {
   if (!still()) run(state, actions);
 }
 
-/** The lengths of the heads of the block that is shown come with a request. @param {any} state @param {any} actions */
-async function prepare(state, actions) {
-  const { overview, table } = state;
-  const key = `${overview.id} ${block}`;
-  if (made.key === key) return;
-  made = { key, plan: null };
+/** Have the plan of this sentence and this block. @param {any} state @param {any} actions */
+function prepare(state, actions) {
+  const key = `${state.overview.id} ${block}`;
+  if (made.key !== key) {
+    made = { key, plan: null, ready: Promise.resolve() };
+    made.ready = makePlan(key, state, actions);
+  }
+  return made.ready;
+}
+
+/** The lengths of the heads come with a request. @param {string} key @param {any} state @param {any} actions */
+async function makePlan(key, { overview, table }, actions) {
   const attends = table.stations.some((/** @type {any} */ s) => s.block === block && s.kind === "attention");
   const found = attends ? await actions.busy(get("head", overview.id, { block, head: 0 })).catch(() => null) : null;
   if (made.key !== key) return;
@@ -109,7 +115,8 @@ function run(state, actions) {
   drawPlay(state, actions);
   let before = 0;
   const move = (/** @type {number} */ now) => {
-    if (!playing || made.plan !== plan || !open) return;
+    if (made.plan !== plan || !open) playing = false; // of another sentence
+    if (!playing) return;
     t = Math.min(plan.seconds, t + (before ? Math.min(0.1, (now - before) / 1000) : 0));
     before = now;
     paint();

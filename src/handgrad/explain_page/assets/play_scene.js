@@ -133,6 +133,7 @@ function drawRows(context, { rows, stops, lengths, heads }, t, colors) {
       if (!fan) drawJoint(context, joint(stop.kind), y, Math.min(3.5, high / 3), colors.card, colors[`${stop.kind}-line`]);
       const length = top ? null : lengths[side][id];
       if (stop.at > t + 1e-9 || length === null || length === undefined) continue;
+      context.font = `${size}px system-ui, sans-serif`;
       context.fillStyle = colors[stop.kind];
       context.textAlign = stop.kind === "forward" ? "left" : "right";
       context.fillText(number(length, 2), stop.kind === "forward" ? 42 : WIDE - 42, fan ? y + 22 : y);

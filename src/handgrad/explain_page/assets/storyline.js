@@ -66,7 +66,7 @@ function start({ token, overview }, { view }) {
     const shared = row.ties ? `, together with ${count(row.ties, "other")}` : "";
     return `That was its first choice${shared}. Its next one was ${other}.`;
   }
-  return `It expected ${other}: ${number(rival.p / row.probability, 2)} times as probable.`;
+  return `It expected ${other}: ${number(rival.p / row.probability)} times as probable.`;
 }
 
 /** @param {any} state @param {any} data */
