@@ -11,7 +11,7 @@ from handgrad.explain_page.export import export
 from handgrad.explain_page.session.session import Session
 
 Open = Callable[..., Page]
-TIMEOUT = 15_000  # ms; the machine may be busy
+TIMEOUT = 120_000  # ms; the machine may be busy
 expect.set_options(timeout=TIMEOUT)
 
 
