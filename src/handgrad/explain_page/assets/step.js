@@ -218,6 +218,7 @@ async function take(number_, prepared, state, actions, goal = null) {
   } catch (reason) {
     if (mine !== runId) return;
     problem = reason.message;
+    if (until) until.end = "stopped";
   }
   if (until?.end === "running") until.end = running ? "limit" : "stopped";
   running = "ends";

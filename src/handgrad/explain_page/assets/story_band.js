@@ -11,7 +11,7 @@ import { whatIfButton } from "./what_if.js";
  * @param {any[]} content @param {string} view @param {string[]} views  in order, those that this page has
  * @param {any} state @param {any} data @param {any} actions */
 export function withStory(content, view, views, state, data, actions) {
-  const line = state.preview ? null : LINES[view](state, data);
+  const line = state.preview ? null : LINES[view]?.(state, data);
   if (!line) return content;
   const next = views[views.indexOf(view) + 1];
   const band = h(
