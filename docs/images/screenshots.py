@@ -22,11 +22,11 @@ SMALL: list[Shot] = [
     ("explain-map", "station/blocks.1.a_6/backward?token=33", "light", None, None),
     ("explain-station", "station/blocks.2.a_10/backward?token=33", "dark", None, ".maps"),
     ("explain-attention", "station/blocks.1.a_3/backward?head=2&token=4", "light", None, ".attention"),
-    ("explain-play", "station/blocks.1.a_3/backward?token=33", "light", "#play-pass", None),
+    ("explain-play", "station/blocks.1.a_3/backward?token=33", "light", "#play-pass", "#play"),
     ("explain-flow", "flow", "light", None, "#view-flow .station-head"),
     ("explain-step", "step", "light", "#step-many", "#view-step .station-head"),
 ]
-SHOWN = 16  # so many stops of the pass are taken before its picture
+SHOWN = 29  # so many stops of the pass are taken before its picture
 READY = {
     "#blame": "#shares",
     "#play-pass": "#play-picture[data-seconds]",

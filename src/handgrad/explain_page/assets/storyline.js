@@ -160,7 +160,8 @@ function heads(state, { heads: found }) {
   );
 }
 
-/** The head whose removal the gradient expects to change most: its block, its number and the expected change.
+/** The head whose removal the gradient expects to change most: its block, its number and the expected change; undefined if
+ * the model has no heads.
  * @param {{ heads: number[][] }} effects */
 export function strongestHead({ heads: changes }) {
   const all = changes.flatMap((row, block) => row.map((predicted, head) => ({ block, head, predicted })));
@@ -175,7 +176,9 @@ function whatif(state, { effects, result }) {
     const after = result.value + result.measured;
     return `Without ${result.label}, ${quantity} is ${number(after)} instead of ${number(result.value)}, as measured.`;
   }
-  const { block, head, predicted } = strongestHead(effects);
+  const strongest = strongestHead(effects);
+  if (!strongest) return null;
+  const { block, head, predicted } = strongest;
   const change = predicted < 0 ? `fall by ${number(-predicted)}` : `rise by ${number(predicted)}`;
   const which = `head ${head + 1} of block ${block + 1}`;
   return `Of all heads, the gradient expects most of ${which}: without it, ${quantity} would ${change}.`;

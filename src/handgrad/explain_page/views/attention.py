@@ -55,7 +55,7 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int, *
         "block": block, "head": head, "branches": lengths, "incoming": signal.norm().item(),
         "joined": (value + query + key).norm().item(), "all_heads": t[signal_of(step.inputs[0])].norm().item(),
         "heads": [
-            {"length": outputs[:, h].norm().item(), "incoming": signals[:, h].norm().item(), 
+            {"length": outputs[:, h].norm().item(), "incoming": signals[:, h].norm().item(),
              "own": t[f"{here}rho"][h].diagonal().mean().item(),
              "first": t[f"{here}rho"][h][1:, 0].mean().item()}
             for h in range(config.n_heads)
