@@ -156,10 +156,11 @@ def what_if_at(
 def what_if(session: Session, sentence: TracedSentence, place: Place) -> WhatIf:
     """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
     with session.model_at(sentence.version) as model:
-        (value, before), (measured, after) = (
+        (value, plain), (measured, zeroed) = (
             edited_forward(model, sentence.tokens, sentence.targets, edit, sentence.objective)
             for edit in ({}, {place.name: place.zeroed})
         )
+    before, after = plain["a_12"], zeroed["a_12"]
     guess = predicted(sentence.trace, place)
     moves: list[WhatIfMove] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
