@@ -2,8 +2,8 @@
 
     python tests/transformer_lens_check.py --program build/transformer-lens/bin/python
 
-TransformerLens is in a separate environment (`make transformer-lens-check` makes it). Compared in float64, on small models of
-three families: every activation and attention pattern, gradients by its backward hooks with our error signals, what every
+TransformerLens is in a separate environment (`make transformer-lens-check` makes it). Compared in float64, on small models
+of three families: every activation and attention pattern, gradients by its backward hooks with our error signals, what every
 patch of the residual stream, of the branches, heads and values does to a difference of logits, and paths from head to head.
 The exit status is 1 if something differs.
 """
@@ -25,7 +25,9 @@ from conftest import perturb, save_with_bytes
 from handgrad.proof.oracles import relative_error
 
 LIMIT = 1e-10  # relative, in float64
-ROUNDED_LIMIT = 1e-5  # of families whose norms and rotations transformers, which TransformerLens runs, computes in float32
+ROUNDED_LIMIT = (
+    1e-5  # of families whose norms and rotations transformers, which TransformerLens runs, computes in float32
+)
 WORKER = Path(__file__).with_name("transformer_lens_worker.py")
 SHAPE = {"n_vocab": 257, "n_context": 16, "d_model": 24, "n_heads": 3, "n_blocks": 3}
 LLAMA = {"preset": "nano-llama", "n_heads": 4, "n_kv_heads": 2, "d_hidden": 40}

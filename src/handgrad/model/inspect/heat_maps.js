@@ -15,7 +15,6 @@ let at = null; // row and column of the marked cell
 let here = 0; // the map that is pointed at
 
 const rgb = (hex) => [1, 3, 5].map((i) => Number.parseInt(hex.slice(i, i + 2), 16));
-const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 
 function color(value) {
   const [low, zero, high] = COLORS[kind][dark.matches ? 1 : 0].map(rgb);
@@ -30,7 +29,7 @@ function color(value) {
 const ink = () => getComputedStyle(document.documentElement).getPropertyValue("--ink");
 const measure = document.createElement("canvas").getContext("2d");
 measure.font = "12px system-ui, sans-serif";
-const longest = (words) => Math.min(130, Math.max(0, ...words.map((word) => measure.measureText(visible(word)).width)));
+const longest = (words) => Math.min(130, Math.max(0, ...words.map((word) => measure.measureText(word).width)));
 
 function geometry(map) {
   const [rows, columns] = [map.values.length, map.values[0].length];
@@ -101,7 +100,7 @@ function draw({ map, canvas, g }) {
   to.textBaseline = "middle";
   if (g.left) {
     to.textAlign = "right";
-    map.rows.forEach((word, i) => to.fillText(visible(word), g.left - 5, g.top + (i + 0.5) * g.height, g.left - 6));
+    map.rows.forEach((word, i) => to.fillText(word, g.left - 5, g.top + (i + 0.5) * g.height, g.left - 6));
   }
   if (g.named) {
     map.columns.forEach((word, j) => {
@@ -109,7 +108,7 @@ function draw({ map, canvas, g }) {
       to.translate(g.left + (j + 0.5) * g.width, g.top - 4);
       to.rotate(-Math.PI / 2);
       to.textAlign = "left";
-      to.fillText(visible(word), 0, 0, g.top - 6);
+      to.fillText(word, 0, 0, g.top - 6);
       to.restore();
     });
   }
@@ -128,7 +127,7 @@ const written = (value) => (value === null ? "not measured" : String(value).repl
 /** The name of a row or column, or the range of those that a cell stands for. */
 function named(what, labels, pool, count, i) {
   if (pool > 1) return `${what}s ${i * pool}–${Math.min(count, (i + 1) * pool) - 1}, furthest from 0`;
-  return labels.length ? visible(labels[i]) : `${what} ${i}`;
+  return labels.length ? labels[i] : `${what} ${i}`;
 }
 
 function mark(index, row, column) {

@@ -60,6 +60,12 @@ def heat_maps(title: str, grids: Sequence[Grid], kind: str) -> Framed:
     return Framed(html, min(720, 150 + 190 * math.ceil(len(grids) / 4) + (160 if any(g.columns for g in grids) else 0)))
 
 
+def numbered(words: Sequence[str]) -> list[str]:
+    """Labels of tokens: their positions and texts, with spaces and line ends visible."""
+    signs = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
+    return [f"{t} {word.translate(signs)}" for t, word in enumerate(words)]
+
+
 @cache
 def script() -> str:
     """The program of the page."""
@@ -89,7 +95,7 @@ def _reduced(x: Tensor, size: int) -> Tensor:
     """Of every group of neighboring rows, the entry furthest from 0."""
     if size == 1:
         return x
-    groups = x.split(size)
+    groups = [x[i : i + size] for i in range(0, len(x), size)]
     return torch.stack([group.gather(0, group.abs().argmax(0, keepdim=True))[0] for group in groups])
 
 

@@ -38,7 +38,7 @@ class Place:
 
     def view(self, x: Tensor) -> Tensor:
         """A tensor of that name as (n, heads, w), all of it."""
-        return x.transpose(0, 1) if x.ndim == 3 else x.unflatten(1, (self.heads, -1))
+        return x.transpose(0, 1) if x.ndim == 3 else x.view(len(x), self.heads, -1)
 
     def entries(self, x: Tensor) -> Tensor:
         """The same with the heads and columns that are replaced: a view."""
@@ -48,7 +48,9 @@ class Place:
         """The rows of a tensor of that name that are replaced, and those of the other trace."""
         (n, *shape), (others, *its) = self.view(x).shape, self.view(self.values).shape
         if self.name.endswith("rho") and n != others:
-            raise HandgradError(f"{self.name} is a map between the tokens of a prompt: the other has {others}, this {n}")
+            raise HandgradError(
+                f"{self.name} is a map between the tokens of a prompt: the other has {others}, this {n}"
+            )
         if shape != its:
             raise HandgradError(
                 f"{self.name} has the shape {tuple(x.shape)} here and {tuple(self.values.shape)} in the other trace: patch"

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ...errors import HandgradError, shown
+from ...files.framed import Framed
 from ..gpt import GPT
 from ..passes.objective import MEAN_LOSS, Objective
-from .heat_maps import Framed, Grid, heat_maps
+from .heat_maps import Grid, heat_maps, numbered
 from .patch import Patch, Place, Rows, activation_of, check_index, heads_of, vocabulary_of, with_signal
 from .trace import Trace, edited_forward, trace, without_gradients
 
@@ -44,11 +45,16 @@ class PatchMap:
         seconds: float,
         measure_one: Callable[[Cell], float],
         words: Sequence[str],
+        passes: int = 1,
     ):
         self.of, self.by, self.blocks, self.value = of, by, list(predicted), value
         self.predicted = torch.stack([*predicted.values()])
         self.measured = torch.full_like(self.predicted, math.nan)
-        self.seconds, self.seconds_measured = seconds, 0.0  # of the one pass in both directions, and of all measurements
+        self.seconds, self.seconds_measured = (
+            seconds,
+            0.0,
+        )  # of the one pass in both directions, and of all measurements
+        self.passes = passes  # forward ones that measure a cell
         self._measure_one, self._words = measure_one, words
 
     def cells(self) -> list[Cell]:
@@ -78,7 +84,9 @@ class PatchMap:
         """Pearson's, of the predicted with the measured changes, over the cells that were measured."""
         x, y = self._pairs()
         if len(x) < 2:
-            raise HandgradError("nothing to compare: measure at least two cells first, with .measure() or .measure(cells)")
+            raise HandgradError(
+                "nothing to compare: measure at least two cells first, with .measure() or .measure(cells)"
+            )
         return torch.corrcoef(torch.stack([x, y]))[0, 1].item()
 
     def misses(self, count: int = 5) -> list[tuple[Cell, float, float]]:
@@ -94,7 +102,9 @@ class PatchMap:
             raise HandgradError(f"a cell of this map is ({', '.join(names)}), not {shown(cell)}")
         block, *rest = cell
         if block not in self.blocks:
-            raise HandgradError(f"there is no {self.of} to patch in block {shown(block)}: there is one in {self.blocks}")
+            raise HandgradError(
+                f"there is no {self.of} to patch in block {shown(block)}: there is one in {self.blocks}"
+            )
         for name, i, end in zip(self.by, rest, self.predicted.shape[1:], strict=True):
             check_index(name, i, end)
         return (self.blocks.index(block), *rest)
@@ -111,8 +121,9 @@ class PatchMap:
         ]
         if done:
             each = self.seconds_measured / done
+            passes = f"{self.passes} forward pass{'es' if self.passes > 1 else ''}"
             lines.append(
-                f"  measured {done:,} by as many forward passes, {each:.3g} s each; all {n:,}: {n * each:.3g} s,"
+                f"  measured {done:,}, each by {passes} in {each:.3g} s; all {n:,} take {n * each:.3g} s,"
                 f" {n * each / self.seconds:.3g} times as long"
             )
         if done > 1:
@@ -143,7 +154,7 @@ class PatchMap:
 
     def _labels(self, axis: str, count: int) -> list[str]:
         if axis == "position":
-            return [f"{t} {word}" for t, word in enumerate(self._words)]
+            return numbered(self._words)
         return [f"{axis} {i}" for i in range(count)]
 
     def _repr_html_(self) -> str:
@@ -232,7 +243,7 @@ def patch_of(
     name, head = f"blocks.{block}.{of}", at.get("head")
     values = activation_of(other, name)
     heads = 1 if head is None and not whole else heads_of(other, name)
-    position = None if "position" not in at else (at["position"],)
-    if position is not None and align is not None and position[0] not in align:
-        position = ()  # without a partner it stays as it is
-    return Patch([Place(name, values, align, position, heads, head, at.get("column"))], vocabulary_of(other))
+    positions: tuple[int, ...] | None = (at["position"],) if "position" in at else None
+    if positions is not None and align is not None and positions[0] not in align:
+        positions = ()  # without a partner it stays as it is
+    return Patch([Place(name, values, align, positions, heads, head, at.get("column"))], vocabulary_of(other))

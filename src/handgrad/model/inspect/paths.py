@@ -76,7 +76,8 @@ def path_map(
     receiver        "blocks.3.q", "blocks.3.k", "blocks.3.v", or the input of a branch, "blocks.3.a_2" or "blocks.3.a_6", or
                     "a_11", from which the logits are computed.
     head, position  The part of the receiver; default: all of it.
-    of, by          The senders, as for hg.patch_map: what a branch computes (a_3, a_4, v, a_8, a_9) or the stream (a_1, a_5).
+    of, by          The senders, as for hg.patch_map: what a branch computes (a_3, a_4, v, a_8, a_9), or the stream (a_1,
+                    a_5).
     """
     axes = axes_of(by)
     end = _receiver(model, receiver, head, position)
@@ -97,7 +98,7 @@ def path_map(
         arrived = {end.name: end.place(seen[end.name]).replaced}
         return edited_forward(model, tokens, targets, arrived, objective)[0] - value
 
-    return PatchMap(of, axes, found, value, seconds, measure, cut.words)
+    return PatchMap(of, axes, found, value, seconds, measure, cut.words, passes=2)
 
 
 def _instead(value: Tensor, x: Tensor) -> Tensor:
@@ -119,8 +120,8 @@ def _receiver(model: GPT, name: str, head: int | None, position: int | None) -> 
         if here == f"blocks.{b}" and letter in inputs:
             return Receiver(name, b, letter, i, head, position)
     raise HandgradError(
-        f"{shown(name)} is no receiver: choose q, k or v of a block, as in blocks.1.q, the input of a branch, blocks.1.a_2 or"
-        f" blocks.1.a_6, or a_11; blocks go from 0 to {len(model.blocks) - 1}"
+        f"{shown(name)} is no receiver: choose q, k or v of a block, as in blocks.1.q, the input of a branch, blocks.1.a_2"
+        f" or blocks.1.a_6, or a_11; blocks go from 0 to {len(model.blocks) - 1}"
     )
 
 
@@ -153,7 +154,9 @@ def _senders(model: GPT, end: Receiver, of: str) -> list[int]:
                 "paths are cut at the norm before each branch, and this model has none there: use hg.patch_map"
             )
         if any(of == path.normed for path in half.paths):
-            raise HandgradError(f"{of} is where paths are cut: choose what a branch computes, a_3 or a_9, or the stream, a_1")
+            raise HandgradError(
+                f"{of} is where paths are cut: choose what a branch computes, a_3 or a_9, or the stream, a_1"
+            )
         if any(of in _computed(path, branch) for path in half.paths for branch in path.branches) or of in half[:2]:
             found.append(b)
     if end.block < len(model.blocks) and of == model.blocks[end.block].halves()[end.half].x:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import HandgradError
 from ...files.framed import Framed
-from .heat_maps import Grid, heat_maps
+from .heat_maps import Grid, heat_maps, numbered
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -39,7 +39,7 @@ class TraceTensor(Tensor):
     def _repr_html_(self) -> str:
         return self.show()._repr_html_()
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return repr(_plain(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -68,7 +68,7 @@ def _kind(name: str) -> str:
 def _grids(name: str, x: Tensor, words: list[str]) -> list[Grid]:
     """The maps of a tensor: (n, d) one, (heads, n, …) one per head, a vector one row."""
     last = name.rpartition(".")[2]
-    tokens = [f"{t} {word}" for t, word in enumerate(words)]
+    tokens = numbered(words)
     if x.ndim == 3:
         columns = tokens if last in PER_HEAD else []
         return [Grid(f"head {i}", its, tokens, columns) for i, its in enumerate(x)]
