@@ -16,6 +16,10 @@ class Page(Framed):
     """The page of one sentence. A notebook displays it; `save` writes it as one file."""
 
     title = "handgrad explain"
+    sandbox = "allow-scripts allow-downloads"
+
+    def __init__(self, html: str, height: int = HEIGHT):
+        super().__init__(html, height)
 
 
 def explain(model: GPT, text: str, *, tokenizer: Tokenizer | None = None, height: int = HEIGHT) -> Page:
@@ -25,7 +29,7 @@ def explain(model: GPT, text: str, *, tokenizer: Tokenizer | None = None, height
     name = Path(model.source).name if model.source else "model"
     session = Session(model, model_text(model, tokenizer).tokenizer, name, "from Python", text)
     try:
-        return Page(export(session, text), height, downloads=True)
+        return Page(export(session, text), height)
     finally:
         with session.model_at(0):  # the steps that the page shows were taken on other versions of the weights
             model.train(training)

@@ -10,14 +10,14 @@ class Framed:
     """An HTML page. Jupyter, Colab, VS Code and marimo display it in a sandbox, in which its own scripts run."""
 
     title = "handgrad"
+    sandbox = "allow-scripts"
 
-    def __init__(self, html: str, height: int, downloads: bool = False):
-        self.html, self.height, self.downloads = html, height, downloads
+    def __init__(self, html: str, height: int):
+        self.html, self.height = html, height
 
     def _repr_html_(self) -> str:
-        allowed = "allow-scripts allow-downloads" if self.downloads else "allow-scripts"
         return (
-            f'<iframe srcdoc="{escape(self.html)}" title="{escape(self.title)}" sandbox="{allowed}"'
+            f'<iframe srcdoc="{escape(self.html)}" title="{escape(self.title)}" sandbox="{self.sandbox}"'
             f' style="width:100%;height:{self.height}px;border:1px solid #8888"></iframe>'
         )
 
