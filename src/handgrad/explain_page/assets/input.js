@@ -1,7 +1,8 @@
 // @ts-check
 // Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
+import { listenToLinks } from "./linked.js";
 import { find } from "./render.js";
 import { isDark, keepTheme } from "./theme.js";
 import { endTour } from "./tour.js";
@@ -20,6 +21,7 @@ export function fitSentence() {
 export function listen(state, actions, page) {
   listenToSentence(state, actions);
   listenToKeys(state, actions);
+  listenToLinks();
   addEventListener("popstate", () => showAddress(state, actions, page.readAddress));
   find("skip").onclick = (event) => {
     event.preventDefault(); // the address belongs to the view
@@ -117,7 +119,7 @@ async function showAddress(state, actions, readAddress) {
   const { text, fresh, wrong } = readAddress();
   const wanted = text ?? state.table.text;
   actions.setStatus("");
-  if (!offline && (wanted !== state.overview.text || objective !== state.objective)) {
+  if (has("sentence") && (wanted !== state.overview.text || objective !== state.objective)) {
     find("sentence").value = wanted;
     fitSentence();
     if (await actions.trace(wanted, { fresh })) return actions.show({ push: false });
