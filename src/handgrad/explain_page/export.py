@@ -76,7 +76,7 @@ def _json(answers: dict[str, Any]) -> str:
 def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
     """Return the answers that the file contains; `_pictures` has the others."""
     found = Embedded(session, sentence)
-    for name in ("table", "overview", "heads", "attribution"):
+    for name in ("table", "overview", "flow", "heads", "attribution"):
         found.add(name)
     for station in session.stations:
         if station.stream:

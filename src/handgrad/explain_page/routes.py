@@ -178,6 +178,7 @@ ROUTES = {
         Route("sentence", _sentence, post=True),
         Route("predict", predict, post=True),
         Route("overview", overview.overview),
+        Route("flow", overview.flow),
         Route("station", station.at_station),
         Route("swaps", swaps.swaps_at),
         Route("head", attention.at_head),

@@ -12,7 +12,6 @@ import { stored } from "./stored.js";
  * @property {(name: string, parameters: Record<string, any>) => boolean} has  whether it answers this request
  * @property {(name: string, id: string | null, parameters: Record<string, any>) => Promise<any>} get
  * @property {(name: string, body: any) => Promise<any>} post
- * @property {Record<string, any[]>} [steps]  all steps that it has, by learning rate, if it cannot take any
  */
 
 /** @returns {Provider} */
@@ -68,9 +67,6 @@ export const post = (name, body) => answered(provider.post(name, body));
 
 /** Whether this request has an answer here. @param {string} name @param {Record<string, any>} parameters */
 export const has = (name, parameters = {}) => provider.has(name, parameters);
-
-/** All steps that there are, by learning rate, if no others can be taken. */
-export const storedSteps = provider.steps ? withNumbers(provider.steps) : null;
 
 /** Wait before asking again. @param {number} ms */
 export const pause = (ms) => new Promise((done) => setTimeout(done, ms));

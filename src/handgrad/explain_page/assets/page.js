@@ -2,7 +2,7 @@
 // Starts the page and draws it: loads what the current view needs, and redraws what an action changes.
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
-import { get, has, post, storedSteps } from "./api.js";
+import { get, has, post } from "./api.js";
 import { showBetter } from "./better.js";
 import { count, number, quote } from "./format.js";
 import { redrawHeatmaps } from "./heatmap.js";
@@ -66,7 +66,7 @@ const failed = (view) => [
 
 // In an exported file only the step view shows new weights; the stations show the original ones.
 function drawHeader() {
-  const last = storedSteps && state.view === "step" ? lastStep() : null;
+  const last = !has("step") && state.view === "step" ? lastStep() : null;
   const loss = last ? last.measured : state.overview.loss,
     steps = last ? last.steps : state.overview.steps;
   find("loss").textContent = number(loss, 4);

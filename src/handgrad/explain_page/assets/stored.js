@@ -23,6 +23,4 @@ export const stored = (answers) => ({
   async post() {
     throw new RequestError("This file shows one sentence. Run handgrad explain to change it.");
   },
-  /** Steps that were taken before: for each learning rate, the list of answers. @type {Record<string, any[]>} */
-  steps: answers.steps,
 });

@@ -131,7 +131,6 @@ class Overview(TypedDict):
     losses: list[float]
     objective: Objective
     flows: list[StationFlow]
-    flow: Flow
     groups: list[Group]
     groups_caption: str
 
