@@ -13,7 +13,7 @@ from ..formatting import size
 from .course import Judge, course_view
 from .json_numbers import as_json
 from .json_types.questions import Error, Stepped
-from .page_files import asset, modules
+from .page_files import IMPORT, asset, imported, modules
 from .proofs.prover import CheckResults, Prover, report, summary
 from .routes import ROUTES, Served
 from .session.session import Session, TracedSentence
@@ -147,21 +147,28 @@ def _steps(session: Session, sentence: TracedSentence) -> dict[str, list[Stepped
     return found
 
 
-def bundle() -> str:
-    """Join the JavaScript modules into one script: each becomes a function that returns its exports."""
+def bundle(first: str = "page.js") -> str:
+    """Join the JavaScript modules that page.js, or another one, needs into one script: each becomes a function that returns
+    its exports."""
     parts = []
-    for name in modules():
+    for name in modules(first):
         code = asset(name)
         exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
-        code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', _destructured, code, flags=re.M)
+        code = IMPORT.sub(lambda found, name=name: _constant(found[1], imported(name, found[2])), code)
         code = re.sub(r"^export ", "", code, flags=re.M)
-        parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
+        parts.append(f"const {_variable(name)} = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
     return "\n".join(parts).replace("</script", "<\\/script")
 
 
-def _destructured(found: re.Match[str]) -> str:
-    """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;"""
-    return f"const {found[1].replace(' as ', ': ')} = {found[2]}Module;"
+def _constant(names: str, module: str) -> str:
+    """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;
+    import * as x from "./x.js"; → const x = xModule;"""
+    return f"const {names.removeprefix('* as ').replace(' as ', ': ')} = {_variable(module)};"
+
+
+def _variable(name: str) -> str:
+    """engine/loss.js → engine_lossModule"""
+    return f"{name[:-3].replace('/', '_')}Module"
 
 
 def _digest(text: str) -> str:

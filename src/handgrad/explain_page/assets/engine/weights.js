@@ -1,0 +1,20 @@
+// @ts-check
+// A model from the data of a page, as engine_data.py writes it: the numbers of a weight are float32 in base64, low byte first.
+
+import { matrix } from "./matrix.js";
+import { loadModel } from "./model.js";
+import { Tokenizer } from "./tokenizer.js";
+
+/** @typedef {{ config: import("./model.js").Config, vocabulary: string[],
+ *   weights: Record<string, { rows: number, cols: number, float32: string }> }} EngineData */
+
+/** @param {EngineData} data */
+export function readModel({ config, vocabulary, weights }) {
+  const read = Object.entries(weights).map(([name, { rows, cols, float32 }]) => {
+    const bytes = Uint8Array.from(atob(float32), (x) => x.charCodeAt(0));
+    const view = new DataView(bytes.buffer);
+    const data = Float64Array.from({ length: rows * cols }, (_, i) => view.getFloat32(4 * i, true));
+    return /** @type {const} */ ([name, matrix(rows, cols, data)]);
+  });
+  return { model: loadModel(config, new Map(read)), tokenizer: new Tokenizer(vocabulary) };
+}

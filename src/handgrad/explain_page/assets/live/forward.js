@@ -1,0 +1,99 @@
+// @ts-check
+// How a cell of an activation was computed: a rule per kind of step, as follow/forward.py.
+
+import { hereOf } from "./network.js";
+import { grouped, split, symbol } from "./notation.js";
+import { answer, cellOf, column, number, one, only, product, row } from "./terms.js";
+
+/** @typedef {import("./tensors.js").Cell} Cell */
+/** @typedef {import("./tensors.js").Tensors} Tensors */
+/** @typedef {import("./network.js").Step} Step */
+/** @typedef {import("./terms.js").Answer} Answer */
+
+/** The sums that make a cell of an activation or of one of its parts. @param {Tensors} t @param {Cell} cell @returns {Answer} */
+export function rule(t, cell) {
+  const step = t.network.maker(cell.name);
+  if (step) return RULES[step.kind](t, step, cell);
+  const [here, last] = split(cell.name),
+    { row: i, column: j, head } = cell;
+  const [, kind, rest] = /** @type {string[]} */ (/^([^_]*)_?(.*)$/.exec(last));
+  if (last.startsWith("a_bar_")) return normalized(t, here, rest.replace("bar_", ""), i, j);
+  if (kind === "mu") {
+    const [name] = t.network.holder(here, rest).inputs;
+    return answer("the mean of the row", product([row(t, name, i)], 1 / t.get(name).cols));
+  }
+  if (last === "rho") {
+    const value = number(t.value(cell), "softmax", () => ({ ...cell, name: `${here}score` }));
+    return answer("the softmax of the row of scores", product([value]));
+  }
+  if (last === "score")
+    return answer("query · key / √d_ρ", product([row(t, `${here}q`, i, head), row(t, `${here}k`, j, head)], 1 / Math.sqrt(t.width)));
+  if ("qkv".includes(last)) return weighted(t, `${here}a_2`, here, last, i, (head ?? 0) * t.width + j);
+  if (kind === "w" || kind === "b") return answer("a parameter of the model");
+  return answer(kind === "sigma" ? "a statistic of the row" : "a token");
+}
+
+/** @type {Record<string, (t: Tensors, step: Step, cell: Cell) => Answer>} */
+const RULES = {
+  embedding(t, _, { row: i, column: j }) {
+    const sums = [one(t, "w_tok", t.sentence.ids[i], j), one(t, "w_pos", i, j)].map((factor) => product([factor]));
+    return answer("the row of the token plus the row of its position", ...sums);
+  },
+
+  next: (t, step, { row: i, column: j }) => answer("the output of the block before", product([one(t, step.inputs[0], i, j)])),
+
+  norm(t, step, { row: i, column: j }) {
+    const here = hereOf(step),
+      [n] = step.layers;
+    const gain = product([one(t, `${here}a_bar_${n}`, i, j), one(t, `${here}w_${n}`, 0, j)]);
+    const bias = t.biased(here, n) ? [product([one(t, `${here}b_${n}`, 0, j)])] : [];
+    return answer(`the normalized input times the gain${bias.length ? ", plus the bias" : ""}`, gain, ...bias);
+  },
+
+  attention(t, step, { row: i, column: j }) {
+    const here = hereOf(step),
+      [h, c] = [Math.floor(j / t.width), j % t.width],
+      seen = t.seen(i);
+    const every = product([row(t, `${here}rho`, i, h), column(t, `${here}v`, c, h)]);
+    return answer(`attention weights · values${masked(t, seen)}`, only(every, seen));
+  },
+
+  linear: (t, step, { row: i, column: j }) => weighted(t, step.inputs[0], hereOf(step), step.layers[0], i, j),
+
+  add(t, step, { row: i, column: j }) {
+    return answer("the skip connection plus the branch", ...step.inputs.map((name) => product([one(t, name, i, j)])));
+  },
+
+  activation(t, step, cell) {
+    const [name] = step.inputs,
+      a = symbol(name);
+    return answer(`the activation function of ${a}`, product([number(t.value(cell), `g(${a})`, () => ({ ...cell, name }))]));
+  },
+
+  loss(t, step, cell) {
+    const value = number(t.value(cell), "softmax", () => ({ ...cell, name: step.inputs[0] }));
+    return answer("the softmax of the row of logits", product([value]));
+  },
+};
+
+/** @param {Tensors} t @param {string} here @param {string} n @param {number} i @param {number} j */
+function normalized(t, here, n, i, j) {
+  const name = `${here}sigma_${n}`,
+    a = one(t, t.network.holder(here, n).inputs[0], i, j);
+  const inverse = number(1 / t.get(name).data[i], "1/σ", () => cellOf(name, i, 0));
+  return answer("(input − mean) / σ", product([a, inverse]), product([one(t, `${here}mu_${n}`, i, 0), inverse], -1));
+}
+
+/** A row of the input times a column of the weight, plus the bias. @param {Tensors} t @param {string} source
+ * @param {string} here @param {string} letter @param {number} i @param {number} j */
+function weighted(t, source, here, letter, i, j) {
+  const sums = [product([row(t, source, i), column(t, `${here}w_${letter}`, j)])];
+  if (!t.biased(here, letter)) return answer("input · column of the weight", ...sums);
+  return answer("input · column of the weight, plus the bias", ...sums, product([one(t, `${here}b_${letter}`, 0, j)]));
+}
+
+/** How many tokens are no terms of a sum in attention. @param {Tensors} t @param {number[]} seen */
+export function masked(t, seen) {
+  const count = t.n - seen.length;
+  return count ? `; ${grouped(count)} masked ${count === 1 ? "token is" : "tokens are"} left out` : "";
+}

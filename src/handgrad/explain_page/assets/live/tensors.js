@@ -1,0 +1,90 @@
+// @ts-check
+// The tensors that a number can be followed into: those of the trace, weights, and what the trace does not record, as
+// follow/tensors.py.
+//
+// blocks.0.score               q kᵗ/√d_ρ, the scores before the softmax     (n, n) of each head
+// delta_0                      Δ_1 w_tokᵗ, of tokens relaxed to vectors     (n, V)
+// blocks.0.w_8, b_8, w_11, w_tok   weights, oriented as in the paper
+
+import { scale } from "../engine/attention.js";
+import { product, t as turned } from "../engine/matrix.js";
+import { RequestError } from "../request_error.js";
+import { range } from "./matrices.js";
+import { split } from "./notation.js";
+import { relaxedSignal } from "./swaps.js";
+
+/** @typedef {import("../engine/matrix.js").Matrix} Matrix */
+/** One entry of a tensor. A vector has row 0. @typedef {{ name: string, row: number, column: number, head: number | null }} Cell */
+
+/** A tensor of a trace; the ids of the tokens are a vector. @param {import("../engine/trace.js").Trace} trace
+ * @param {string} name @param {number} [head] @returns {Matrix} */
+export const tensorOf = (trace, name, head) => (name === "a_0" ? turned(trace.get(name)) : trace.get(name, head));
+
+export class Tensors {
+  /** @param {import("./session.js").Session} session @param {import("./session.js").Traced} sentence */
+  constructor(session, sentence) {
+    this.session = session;
+    this.sentence = sentence;
+    this.trace = sentence.trace;
+    this.network = session.network;
+    this.n = sentence.ids.length;
+    this.width = session.config.d_model / session.config.n_heads; // of a head
+    /** @type {Map<string, Matrix>} */ this.made = new Map();
+  }
+
+  /** @param {string} name @param {number | null} [head] @returns {Matrix} */
+  get(name, head = null) {
+    const key = `${name} ${head}`;
+    let found = this.made.get(key);
+    if (!found) {
+      found = this.trace.has(name) ? tensorOf(this.trace, name, head ?? undefined) : this.derived(name, head);
+      this.made.set(key, found);
+    }
+    return found;
+  }
+
+  /** @param {string} name */
+  heads(name) {
+    return split(name)[1] === "score" ? this.session.config.n_heads : this.trace.heads(name);
+  }
+
+  /** @param {Cell} cell */
+  value({ name, row, column, head }) {
+    const heads = this.heads(name);
+    if (heads && (head === null || !(head >= 0 && head < heads)))
+      throw new RequestError(`${name} has ${heads} heads: pass head=0 to ${heads - 1}`);
+    const x = this.get(name, heads ? head : null);
+    if (!(row >= 0 && row < x.rows && column >= 0 && column < x.cols))
+      throw new RequestError(`${name} is ${x.rows} × ${x.cols}: there is no ${row}, ${column}`);
+    return x.data[row * x.cols + column];
+  }
+
+  /** What the trace does not record. @param {string} name @param {number | null} head @returns {Matrix} */
+  derived(name, head) {
+    const [here, last] = split(name),
+      { session, sentence } = this;
+    if (name === "delta_0") return relaxedSignal(session, sentence);
+    if (name === "w_11" && session.config.tied) return turned(session.parameter(sentence.version, "grad_w_tok"));
+    if (last === "score") {
+      const [q, k] = ["q", "k"].map((letter) => this.get(here + letter, head));
+      return scale(product(q, turned(k)), q.cols);
+    }
+    if (/^[wb]_/.test(last)) return session.parameter(sentence.version, `${here}grad_${last}`);
+    throw new RequestError(`there is no tensor '${name}' to follow`);
+  }
+
+  /** Whether a layer has a bias. @param {string} here @param {string} letter */
+  biased(here, letter) {
+    return this.trace.has(`${here}grad_b_${letter}`);
+  }
+
+  /** The tokens that attention at token i sees. @param {number} i */
+  seen(i) {
+    return range(i + 1);
+  }
+
+  /** The tokens whose attention sees token j. @param {number} j */
+  seeing(j) {
+    return range(this.n).slice(j);
+  }
+}
