@@ -1,5 +1,6 @@
 """The command explain: choose a model, then serve the page on this machine or write it to a file."""
 
+import shlex
 import subprocess
 import sys
 import webbrowser
@@ -147,11 +148,13 @@ def _session(chosen: "Chosen", text: str | None, lora: int, others_read: bool = 
 
     network, tokenizer, name, note, source = chosen
     python = in_python(source, others_read)
+    command = f"handgrad explain --model {shlex.quote(public_path(source) if others_read else str(source))}"
     if lora:
         add_adapters(network, lora)
+        command += f" --lora {lora}"
         note += f", with adapters of rank {lora}"
         python += f"\nhg.lora.inject(model, {lora})"
-    return Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python)
+    return Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python, command)
 
 
 def _waiting(what: str) -> AbstractContextManager[object]:

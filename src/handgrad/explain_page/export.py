@@ -44,7 +44,7 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     sentence = session.sentence(text)
     embedded = answers(session, sentence, watch)
     for columns in _columns(session, sentence, MAX_BYTES - len(_page(embedded).encode())):
-        page = _page({**embedded, **_pictures(session, sentence, columns)})
+        page = _page({**embedded, **pictures(session, sentence, columns)})
         if len(page.encode()) <= MAX_BYTES:
             return page
     raise HandgradError(
@@ -55,7 +55,7 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
 
 def _page(embedded: dict[str, Any]) -> str:
     """The HTML of the page with these answers."""
-    data = _json(embedded).replace("<", "\\u003c")
+    data = as_text(embedded).replace("<", "\\u003c")
     style, script = asset("style.css") + asset("views.css"), bundle()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
@@ -68,13 +68,13 @@ def _page(embedded: dict[str, Any]) -> str:
     return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
 
 
-def _json(answers: dict[str, Any]) -> str:
-    """With six digits of every number, which keeps the file small."""
-    return json.dumps(as_json(answers, 6), ensure_ascii=False, separators=(",", ":"))
+def as_text(answers: Any) -> str:
+    """JSON with six digits of every number, which keeps the file small."""
+    return json.dumps(asas_text(answers, 6), ensure_ascii=False, separators=(",", ":"))
 
 
 def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
-    """Return the answers that the file contains; `_pictures` has the others."""
+    """Return the answers that the file contains; `pictures` has the others."""
     found = Embedded(session, sentence)
     for name in ("table", "overview", "flow", "heads", "attribution"):
         found.add(name)
@@ -83,6 +83,7 @@ def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> 
             found.add("lens", station=station.id)
     for block in range(session.model.config.n_blocks):
         found.add("neurons", block=block)
+    found["command"] = session.command
     found["learn"] = course_view(session, {}, grading=False)
     found |= _proofs(session, sentence, watch)
     found["steps"] = _steps(session, sentence)
@@ -95,13 +96,13 @@ def _columns(session: Session, sentence: TracedSentence, room: int) -> Iterator[
     for columns in COLUMNS:
         block = [s for s in session.stations if s.block == 0]
         size = len(
-            _json(_pictures(session, sentence, columns, block, session.network.having("attention")[:1])).encode()
+            as_text(pictures(session, sentence, columns, block, session.network.having("attention")[:1])).encode()
         )
         if size * session.model.config.n_blocks <= room or columns == COLUMNS[-1]:
             yield columns
 
 
-def _pictures(
+def pictures(
     session: Session,
     sentence: TracedSentence,
     columns: int,

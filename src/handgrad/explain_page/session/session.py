@@ -96,10 +96,18 @@ class Session:
         return a_12 if how.identity else how.forward(a_12.clone())
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str, python: str = MODEL_IN_PYTHON
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        name: str,
+        note: str,
+        text: str,
+        python: str = MODEL_IN_PYTHON,
+        command: str = "",
     ):
         self.model, self.tokenizer, self.name, self.note, self.text = model.eval(), tokenizer, name, note, text
         self.python = python  # lines that define `model`
+        self.command = command  # that serves the page of this model; "" if no command does
         self.better: Better | None = None  # a model that is being prepared
         self.network = Network(model)
         self.stations: list[Station] = stations_of(model, self.network)

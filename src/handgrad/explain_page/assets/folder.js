@@ -1,0 +1,85 @@
+// @ts-check
+// Answers that a folder contains, as folder.py writes it: for each model some sentences, in parts that are loaded when they
+// are needed. A part is a script, because a page from the disk may not fetch.
+
+import { RequestError } from "./request_error.js";
+import { absent, keyOf } from "./stored.js";
+
+/**
+ * @typedef {{ id: string, text: string }} Sentence
+ * @typedef {object} Model
+ * @property {string} name
+ * @property {string} command  that serves its page
+ * @property {Record<string, string[]>} requests  those that are answered, with the names of their parameters
+ * @property {Sentence[]} sentences
+ */
+
+const OF_MODEL = ["table", "learn"]; // answers that do not depend on the sentence
+
+/** The answers of every part that was asked for, by its path. @type {Map<string, Promise<Record<string, any>>>} */
+const parts = new Map();
+/** @type {Map<string, (answers: Record<string, any>) => void>} */
+const awaited = new Map();
+Object.assign(globalThis, {
+  /** What a part calls. @param {string} path @param {Record<string, any>} answers */
+  handgradAnswers: (path, answers) => awaited.get(path)?.(answers),
+});
+
+/** @param {string} path @returns {Promise<Record<string, any>>} */
+function load(path) {
+  const found = new Promise((resolve, reject) => {
+    awaited.set(path, resolve);
+    const script = document.createElement("script");
+    script.src = `data/${path}.js`;
+    script.onload = () => script.remove();
+    script.onerror = () => {
+      parts.delete(path); // the next request tries again
+      script.remove();
+      reject(new RequestError(`The file data/${path}.js could not be loaded.`));
+    };
+    document.head.append(script);
+  });
+  parts.set(path, found);
+  return found;
+}
+
+/** Put back what the stations of all blocks have in common. @param {any} table */
+const whole = ({ texts, ...table }) => ({
+  ...table,
+  stations: table.stations.map((/** @type {any} */ { text, ...own }) => ({ ...texts[text], ...own })),
+});
+
+/** @param {Model[]} models @param {string | null} name  of the model that the address asks for */
+export function folder(models, name) {
+  const model = models.find((one) => one.name === name) ?? models[0];
+  const { requests, sentences, command } = model;
+  /** @param {string | null} id */
+  const numberOf = (id) => Math.max(0, sentences.findIndex((sentence) => sentence.id === id));
+  return {
+    /** @type {import("./api.js").Provider["has"]} */
+    has: (name, parameters) => name in requests && Object.keys(parameters).join() === requests[name].join(),
+
+    /** @type {import("./api.js").Provider["get"]} */
+    async get(name, id, parameters) {
+      const { station, block } = parameters,
+        number = numberOf(id);
+      const part = station ?? (block === undefined ? name : `block.${block}`);
+      if (!(name in requests)) throw absent(command, sentences[number].text);
+      const path = OF_MODEL.includes(name) ? `${model.name}/${part}` : `${model.name}/${number + 1}/${part}`;
+      const answers = await (parts.get(path) ?? load(path)),
+        key = keyOf(name, parameters);
+      if (!(key in answers)) throw absent(command, sentences[number].text);
+      return name === "table" ? whole(answers[key]) : answers[key];
+    },
+
+    /** @type {import("./api.js").Provider["post"]} */
+    async post() {
+      throw absent(command, sentences[0].text);
+    },
+
+    sentences,
+    models: models.map((one) => one.name),
+    model: model.name,
+    command,
+  };
+}

@@ -1,0 +1,121 @@
+"""The page as a folder of static files: models and sentences that were chosen before, for a website or to open from the disk.
+
+    index.html, style.css, views.css, page.js        the page, and in index.html what the folder contains
+    data/smollm2/table.js, learn.js                  what does not depend on the sentence
+    data/smollm2/1/overview.js, blocks.0.a_6.js …    the answers for the first sentence, in parts
+
+A page from the disk may not fetch data, nor load modules. So the modules are joined into one script, and a part is a script
+that calls one function with its answers; assets/folder.js inserts it when an answer of it is asked for.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import HandgradError
+from ..files.atomic import write_folder
+from .export import COLUMNS, Watch, answers, as_text, bundle, pictures
+from .page_files import asset
+from .session.session import Session
+
+MARK = "stored-answers"  # the id of the element of index.html that says what the folder contains
+OF_MODEL = ("table", "learn")  # answers that do not depend on the sentence
+POLICY = (  # a folder on the disk is not "self" in every browser
+    "default-src 'none'; img-src data:; style-src 'self' file:; script-src 'self' file:; base-uri 'none'; form-action 'none'"
+)
+OWN = ("id", "block", "reads")  # what a station does not have in common with those of other blocks
+
+
+class Shown(NamedTuple):
+    """A model of the folder, and its sentences."""
+
+    session: Session
+    texts: Sequence[str]
+
+
+def export_folder(folder: Path, models: Sequence[Shown], watch: Watch = iter) -> None:
+    """Write the page with these models into a folder; it replaces an earlier one. The first sentence of the first model is
+    shown first."""
+    check_folder(folder)
+
+    def fill(new: Path) -> None:
+        index = [_write_model(new, shown, watch) for shown in models]
+        for name in ("style.css", "views.css"):
+            (new / name).write_text(asset(name), encoding="utf-8")
+        (new / "page.js").write_text(short(bundle()), encoding="utf-8")
+        (new / "index.html").write_text(_page(index), encoding="utf-8")
+
+    write_folder(folder, fill)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise if the folder has files that are not an exported page's, or cannot be written."""
+    if folder.exists() and not folder.is_dir():
+        raise HandgradError(f"cannot write {folder}: it is a file; give a folder")
+    index = folder / "index.html"
+    ours = index.is_file() and MARK in index.read_text(encoding="utf-8", errors="replace")
+    if folder.exists() and any(folder.iterdir()) and not ours:
+        raise HandgradError(f"{folder} has other files: give a new folder, or one that was written by this command")
+    if not folder.resolve().parent.is_dir():
+        raise HandgradError(f"cannot write {folder}: the folder {folder.parent} does not exist")
+
+
+def _write_model(folder: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
+    """Write the answers of a model; return what the page must know of it before it asks."""
+    session = shown.session
+    for text in shown.texts:
+        session.encode(text)  # report an invalid sentence before any work
+    sentences, requests = [], dict[str, list[str]]()
+    for number, text in enumerate(shown.texts, 1):
+        sentence = session.sentence(text)
+        found = {**answers(session, sentence, watch), **pictures(session, sentence, COLUMNS[0])}
+        del found["command"]
+        parts: dict[str, dict[str, Any]] = {}
+        found["table"] = without_repetition({**found["table"], "text": shown.texts[0]})
+        for key, answer in found.items():
+            name, given = _request(key)
+            requests[name] = list(given)
+            part = given.get("station") or (f"block.{given['block']}" if "block" in given else name)
+            path = f"{session.name}/{part}" if name in OF_MODEL else f"{session.name}/{number}/{part}"
+            parts.setdefault(path, {})[key] = answer
+        for path, part in parts.items():
+            file = folder / "data" / f"{path}.js"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"handgradAnswers({as_text(path)},{as_text(part)});\n", encoding="utf-8")
+        sentences.append({"id": sentence.id, "text": text})
+    return {"name": session.name, "command": session.command, "requests": requests, "sentences": sentences}
+
+
+def _request(key: str) -> tuple[str, dict[str, str]]:
+    """head?block=0&head=1 → head, {"block": "0", "head": "1"}"""
+    name, _, query = key.partition("?")
+    return name, dict(pair.split("=", 1) for pair in query.split("&") if pair)
+
+
+def without_repetition(table: dict[str, Any]) -> dict[str, Any]:
+    """Replace what the stations of all blocks have in common by its number in a list; assets/folder.js puts it back."""
+    texts: list[dict[str, Any]] = []
+    stations = []
+    for station in table["stations"]:
+        own = {name: station[name] for name in OWN}
+        text = {name: value for name, value in station.items() if name not in OWN}
+        if text not in texts:
+            texts.append(text)
+        stations.append({**own, "text": texts.index(text)})
+    return {**table, "stations": stations, "texts": texts}
+
+
+def short(script: str) -> str:
+    """A script without its comments and indentation. No string of the page's modules continues on the next line."""
+    script = re.sub(r"^\s*/\*\*.*?\*/\n", "", script, flags=re.M | re.S)
+    return re.sub(r"^(?:\s*//.*\n|\s+)", "", script, flags=re.M)
+
+
+def _page(index: list[dict[str, Any]]) -> str:
+    page = asset("page.html").replace('href="/assets/', 'href="')
+    head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<link rel="icon" href="data:,">\n<link '
+    page = page.replace("<link ", head, 1)
+    data = as_text(index).replace("<", "\\u003c")
+    body = f'<script type="application/json" id="{MARK}">{data}</script>\n<script defer src="page.js"></script>'
+    return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
