@@ -1,8 +1,9 @@
 // @ts-check
-// The interface through which the page gets its data. Behind it is the local server, or the answers that an exported file
-// contains; the page asks whether there is an answer, not who gives it.
+// The interface through which the page gets its data. Behind it is the local server, or a file's own program and model, or the
+// answers that a file contains; the page asks whether there is an answer, not who gives it.
 
 import { written } from "./format.js";
+import { live } from "./live.js";
 import { RequestError } from "./request_error.js";
 import { server } from "./server.js";
 import { stored } from "./stored.js";
@@ -16,8 +17,10 @@ import { stored } from "./stored.js";
 
 /** @returns {Provider} */
 function chosen() {
-  const embedded = document.getElementById("embedded-answers");
-  if (embedded) return stored(JSON.parse(embedded.textContent ?? ""));
+  const textOf = (/** @type {string} */ id) => document.getElementById(id)?.textContent;
+  const [answers, program, model] = ["embedded-answers", "live-program", "live-model"].map(textOf);
+  if (answers) return stored(JSON.parse(answers));
+  if (program && model) return live(program, model);
   return server(new URLSearchParams(location.search).get("key") ?? "");
 }
 

@@ -59,6 +59,7 @@ class Table(TypedDict):
     optimizers: dict[str, str]
     lora: bool
     large: bool
+    autograd: bool  # whether the checks compare with torch's autograd
     errata: dict[str, str]
     code: dict[str, str]
     stations: list[StationEntry]

@@ -3,9 +3,9 @@
 // on one version of the weights and differentiated for one objective. It is run again if it was dropped.
 
 import { EngineError } from "../engine/errors.js";
-import { loadModel, symbols } from "../engine/model.js";
-import { decode, encode, tokenText } from "../engine/tokenizer.js";
+import { symbols } from "../engine/model.js";
 import { run } from "../engine/transformer.js";
+import { readModel } from "../engine/weights.js";
 import { RequestError } from "../request_error.js";
 import { norm } from "./matrices.js";
 import { Network } from "./network.js";
@@ -26,22 +26,22 @@ const VERSIONS = 24; // most versions in memory; the newest are kept
  * @property {number[]} targets  −1 at the last position
  * @property {import("../engine/trace.js").Trace} trace
  * @property {import("./objectives.js").Objective} objective
- * @typedef {{ weights: Map<string, Matrix>, state: any, optimizer: string, steps: number }} Version
+ * @typedef {{ model: import("../engine/model.js").Model, state: import("../engine/optimizers.js").State | null, steps: number }} Version
  */
 
 export class Session {
-  /** @param {any} data  what Python has written @param {Map<string, Matrix>} weights */
-  constructor(data, weights) {
+  /** @param {any} data  what live_data.py has written */
+  constructor(data) {
+    const { model, tokenizer } = readModel(data.engine);
     this.table = data.table;
     this.course = data.course;
-    this.config = data.config;
-    this.tokenizer = data.tokenizer;
+    this.config = model.config;
+    this.tokenizer = tokenizer;
     this.maxTokens = data.max_tokens;
     this.network = new Network(data.steps);
     /** @type {import("./network.js").Station[]} */ this.stations = data.stations;
     /** @type {Map<number, Version>} */
-    this.versions = new Map([[0, { weights, state: null, optimizer: "", steps: 0 }]]);
-    /** @type {Map<number, import("../engine/model.js").Model>} */ this.models = new Map();
+    this.versions = new Map([[0, { model, state: null, steps: 0 }]]);
     /** @type {Map<string, Traced>} */ this.traced = new Map();
     /** @type {Map<string, [string, number, import("./objectives.js").Objective]>} */ this.requests = new Map();
     this.made = 0; // how many versions there ever were, besides the first
@@ -110,20 +110,15 @@ export class Session {
   /** @param {string} text @returns {number[]} */
   idsOf(text) {
     try {
-      return encode(this.tokenizer, text);
+      return this.tokenizer.encode(text);
     } catch (reason) {
       throw reason instanceof EngineError ? new RequestError(reason.message) : reason;
     }
   }
 
-  /** @param {number[]} ids */
-  decode(ids) {
-    return decode(this.tokenizer, ids);
-  }
-
   /** @param {number} id @returns {string} */
   tokenText(id) {
-    return tokenText(this.tokenizer, id);
+    return this.tokenizer.decode([id]);
   }
 
   /** @param {Traced} sentence */
@@ -150,26 +145,15 @@ export class Session {
 
   /** @param {number} version */
   modelAt(version) {
-    let model = this.models.get(version);
-    if (!model) {
-      model = loadModel(this.config, this.version(version).weights);
-      this.models.set(version, model);
-    }
-    return model;
+    return this.version(version).model;
   }
 
   /** @param {Version} version */
   addVersion(version) {
     const number = ++this.made;
     this.versions.set(number, version);
-    for (const old of [...this.versions.keys()].slice(1, -VERSIONS)) this.dropVersion(old); // never the first one
+    for (const old of [...this.versions.keys()].slice(1, -VERSIONS)) this.versions.delete(old); // never the first one
     return number;
-  }
-
-  /** @param {number} number */
-  dropVersion(number) {
-    this.versions.delete(number);
-    this.models.delete(number);
   }
 
   /** A parameter by the name of its gradient in a trace: blocks.0.grad_w_q. @param {number} version @param {string} gradient

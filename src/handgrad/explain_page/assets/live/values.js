@@ -8,6 +8,7 @@ import { blockOf } from "./network.js";
 import { grouped, split } from "./notation.js";
 import { picture } from "./pictures.js";
 import { estimates, relaxedSignal } from "./swaps.js";
+import { tensorOf } from "./tensors.js";
 
 /** @typedef {import("./session.js").Session} Session */
 /** @typedef {import("./session.js").Traced} Traced */
@@ -27,7 +28,7 @@ function matrixOf(session, sentence, { name, head }) {
   if (heads && !(head !== undefined && head >= 0 && head < heads))
     throw new RequestError(`${name} has ${heads} heads: pass head=0 to ${heads - 1}`);
   if (last === "sent") return headOf(session, sentence, blockOf(name) ?? 0, head ?? 0).sent;
-  return trace.get(read, heads ? head : undefined);
+  return tensorOf(trace, read, heads ? head : undefined);
 }
 
 /** @param {any} x @param {string} name */
