@@ -47,10 +47,21 @@ def explain(
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]")
+        list[str] | None,
+        typer.Option(
+            help=f"Sentence to show first. With --folder, give several. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]"
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the page with these sentences as a folder for a website, whose parts are loaded when they are"
+            " needed, and exit.",
+        ),
     ] = None,
     lora: Annotated[
         int,
@@ -68,16 +79,18 @@ def explain(
     contains a key.
 
       handgrad explain --model nano --text "Once upon a time" --html page.html
+      handgrad explain --model nano --text "Once upon a time" --text "There was" --folder demo
       handgrad explain --model runs/mine --no-open
     """
-    if html is not None:
-        check_writable(html)
+    texts = text or []
+    _check_output(html, folder, texts)
     with _waiting("Starting …"):
         import torch
 
-    untrained = model is None and html is None and _nothing_trained()
-    session = _session(choose(SMALL_MODEL if untrained else model), text, lora, others_read=html is not None)
-    if session.size < SMALL or html is not None:  # products of one sentence: a second thread mostly waits
+    exported = html is not None or folder is not None
+    untrained = model is None and not exported and _nothing_trained()
+    session = _session(choose(SMALL_MODEL if untrained else model), next(iter(texts), None), lora, others_read=exported)
+    if session.size < SMALL or exported:  # products of one sentence: a second thread mostly waits
         torch.set_num_threads(1)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
@@ -86,6 +99,15 @@ def explain(
 
         write_text(html, export(session, session.text, progress_bar("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
+        return
+    if folder is not None:
+        from ..explain_page.folder import Shown, export_folder
+        from ..proof.check_report import progress_bar
+
+        export_folder(folder, [Shown(session, texts or [session.text])], progress_bar("checking"))
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        total = size(sum(file.stat().st_size for file in files))
+        out.print(f"wrote {folder / 'index.html'}, {plural(len(files), 'file')}, {total}", highlight=False, soft_wrap=True)
         return
     from ..explain_page.server import Server
 
@@ -103,6 +125,20 @@ def explain(
         if untrained:
             _train_beside(session, lora, beside)
         server.run()
+
+
+def _check_output(html: Path | None, folder: Path | None, texts: list[str]) -> None:
+    """Raise if the page cannot be written as it was asked for."""
+    if html is not None and folder is not None:
+        raise HandgradError("--html writes one file and --folder a folder: give one of them")
+    if len(texts) > 1 and folder is None:
+        raise HandgradError("several sentences need --folder; without it, give --text once")
+    if html is not None:
+        check_writable(html)
+    if folder is not None:
+        from ..explain_page.folder import check_folder
+
+        check_folder(folder)
 
 
 def _doorway(folder: Path, url: str) -> str:

@@ -70,7 +70,7 @@ def _page(embedded: dict[str, Any]) -> str:
 
 def as_text(answers: Any) -> str:
     """JSON with six digits of every number, which keeps the file small."""
-    return json.dumps(asas_text(answers, 6), ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(as_json(answers, 6), ensure_ascii=False, separators=(",", ":"))
 
 
 def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def without_repetition(table: dict[str, Any]) -> dict[str, Any]:
 
 def short(script: str) -> str:
     """A script without its comments and indentation. No string of the page's modules continues on the next line."""
-    script = re.sub(r"^\s*/\*\*.*?\*/\n", "", script, flags=re.M | re.S)
+    script = re.sub(r"^\s*/\*\*(?:(?!\*/).)*\*/\n", "", script, flags=re.M | re.S)
     return re.sub(r"^(?:\s*//.*\n|\s+)", "", script, flags=re.M)
 
 

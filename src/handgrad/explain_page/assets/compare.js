@@ -24,6 +24,7 @@ export const compareView = {
   id: "compare",
   title: "Compare",
   available: () => has("compare"),
+  about: "Compare this trace with that of another sentence, or of other weights: every number side by side, and the difference.",
 
   /** @param {any} state */
   needs: (state) =>

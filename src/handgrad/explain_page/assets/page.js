@@ -2,8 +2,9 @@
 // Starts the page and draws it: loads what the current view needs, and redraws what an action changes.
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
-import { get, has, post } from "./api.js";
+import { get, has, post, sentences, storedId } from "./api.js";
 import { showBetter } from "./better.js";
+import { drawChoices } from "./choices.js";
 import { count, number, quote } from "./format.js";
 import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
@@ -41,6 +42,7 @@ function redraw() {
   const restoreFocus = keepFocus();
   document.documentElement.dataset.view = state.view;
   drawHeader();
+  drawChoices(state, actions);
   drawTabs(find("tabs"), state, actions);
   render(find("tokens"), tokenStrip(state, actions));
   scrollToToken(find("tokens"), state);
@@ -114,6 +116,8 @@ async function load(key) {
 
 // ── the address ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+const choosesSentence = has("sentence") || sentences !== null;
+
 /** Read the view from the address bar; return its sentence, whether it leaves the token to the page, and a message if it
  * names something that does not exist. */
 function readAddress(hash = location.hash) {
@@ -137,7 +141,7 @@ function readAddress(hash = location.hash) {
 
 /** @param {boolean} push */
 function writeAddress(push) {
-  const text = has("sentence") && state.overview.text !== state.table.text ? state.overview.text : null;
+  const text = choosesSentence && state.overview.text !== state.table.text ? state.overview.text : null;
   const token = !state.objective && state.token === firstToken(state.overview) ? null : state.token;
   const hash = formatAddress({ ...state, token, text });
   if (hash === location.hash) return;
@@ -196,7 +200,7 @@ async function computeTrace(text, { push = false, fresh = false, version = weigh
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview")), push, fresh);
+    await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview", storedId(text))), push, fresh);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -360,7 +364,7 @@ async function start() {
     ),
   );
   const wanted = readAddress(address);
-  const text = (has("sentence") ? wanted.text : null) ?? t.text;
+  const text = (choosesSentence ? wanted.text : null) ?? t.text;
   find("sentence").value = text;
   find("sentence").readOnly = !has("sentence");
   if (!has("sentence")) find("sentence-form").querySelector("button").hidden = true;
