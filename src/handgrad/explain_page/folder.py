@@ -82,7 +82,7 @@ def _write_model(folder: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
         for path, part in parts.items():
             file = folder / "data" / f"{path}.js"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"handgradAnswers({as_text(path)},{as_text(part)});\n", encoding="utf-8")
+            file.write_text(f"handgradAnswers({as_text(path)},{as_text(packed(part))});\n", encoding="utf-8")
         sentences.append({"id": sentence.id, "text": text})
     return {"name": session.name, "command": session.command, "requests": requests, "sentences": sentences}
 
@@ -104,6 +104,18 @@ def without_repetition(table: dict[str, Any]) -> dict[str, Any]:
             texts.append(text)
         stations.append({**own, "text": texts.index(text)})
     return {**table, "stations": stations, "texts": texts}
+
+
+def packed(x: Any) -> Any:
+    """Write the names of the fields of equal records once: [{"a": 1}, {"a": 2}] → {"fields": ["a"], "records": [[1], [2]]}.
+    assets/folder.js undoes it."""
+    if isinstance(x, dict):
+        return {name: packed(value) for name, value in x.items()}
+    if not isinstance(x, list | tuple):
+        return x
+    if len(x) > 1 and all(isinstance(one, dict) for one in x) and len({tuple(one) for one in x}) == 1:
+        return {"fields": list(x[0]), "records": [[packed(value) for value in one.values()] for one in x]}
+    return [packed(one) for one in x]
 
 
 def short(script: str) -> str:

@@ -36,7 +36,7 @@ const READERS = ["text", "label", "word", "token", "target"]; // fields with the
 
 /** Write the numbers inside the sentences of an answer, in place. @param {any} x @returns {any} */
 function withNumbers(x) {
-  if (x === null || typeof x !== "object" || typeof x[0] === "number") return x;
+  if (x === null || typeof x !== "object" || (Array.isArray(x) && typeof x[0] === "number")) return x;
   for (const [key, value] of Object.entries(x))
     if (typeof value !== "string") withNumbers(value);
     else if (value.includes("⟦") && !READERS.includes(key)) x[key] = written(value);

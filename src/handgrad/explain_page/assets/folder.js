@@ -22,7 +22,7 @@ const parts = new Map();
 const awaited = new Map();
 Object.assign(globalThis, {
   /** What a part calls. @param {string} path @param {Record<string, any>} answers */
-  handgradAnswers: (path, answers) => awaited.get(path)?.(answers),
+  handgradAnswers: (path, answers) => awaited.get(path)?.(unpacked(answers)),
 });
 
 /** @param {string} path @returns {Promise<Record<string, any>>} */
@@ -41,6 +41,18 @@ function load(path) {
   });
   parts.set(path, found);
   return found;
+}
+
+/** Undo `packed` of folder.py. @param {any} x @returns {any} */
+function unpacked(x) {
+  if (x === null || typeof x !== "object") return x;
+  if (Array.isArray(x)) return typeof x[0] === "number" ? x : x.map(unpacked);
+  const { fields, records } = x;
+  if (fields && records)
+    return records.map((/** @type {any[]} */ record) =>
+      Object.fromEntries(record.map((value, i) => [fields[i], unpacked(value)])),
+    );
+  return Object.fromEntries(Object.entries(x).map(([name, value]) => [name, unpacked(value)]));
 }
 
 /** Put back what the stations of all blocks have in common. @param {any} table */
