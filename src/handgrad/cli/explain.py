@@ -294,19 +294,19 @@ def _is_trained(folder: Path) -> bool:
     return trained is not None and trained.step >= STEPS
 
 
-def _train_small_model() -> Path:
-    """Train the small model of `make demo` for a short time and cache it; return its run folder."""
+def _train_small_model(folder: Path | None = None) -> Path:
+    """Train the small model of `make demo` for a short time, in this run folder or the cache, unless it is there; return the
+    folder."""
     from ..display.run_progress import Board, Lines
-    from ..formats.run_folder import RUNS
     from ..training.distributed import Ranks
     from ..training.lifecycle import Request, execute
     from ..training.pretrain import prepare
 
-    folder = _small_folder()
+    folder = folder or _small_folder()
     if _is_trained(folder):
         return folder
     display: Lines = Board(out) if out.is_terminal else Lines(out)
-    display.say(f"No run in {RUNS}/. Training a small model first: {STEPS} steps, saved in {folder}")
+    display.say(f"Training a small model first: {STEPS} steps, saved in {folder}")
     options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
     ranks = Ranks()
     try:
