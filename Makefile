@@ -16,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/torch/
 # transformers again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs site release-check bench llama-bench gguf-check llama-check lm-eval-check \
+.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser node docs site release-check bench llama-bench gguf-check llama-check lm-eval-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -48,7 +48,7 @@ example-norms-demo: $(VENV)/.ready  # garbage, wrong labels and exchanged answer
 	$(BIN)/python -m bench.example_demo
 
 # mypy, which uses one core, runs beside the tests.
-test: style browser
+test: style browser node
 	@$(MAKE) --no-print-directory -j2 types run-tests
 
 # What a change breaks first, in about a minute: style, types, the ops, the checks of one layer, every gradient of a small model.
@@ -79,6 +79,18 @@ browser:
 	if [ "$$CI" = true ]; then echo "CI=true but Chromium is missing: install it (apt-get install chromium), or set BROWSER=0"; exit 1; fi; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"; \
 	echo "Chromium is not installed: the browser tests of the explain page are SKIPPED."; \
+	echo "────────────────────────────────────────────────────────────────────────────────────────"
+
+# The page's JavaScript, and the engine that computes in the browser, are tested by node.
+node:
+	@command -v node >/dev/null 2>&1 && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "installing node for the tests of the explain page"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq nodejs >/dev/null && exit 0; \
+	fi; \
+	if [ "$$CI" = true ]; then echo "CI=true but node is missing: install it (apt-get install nodejs)"; exit 1; fi; \
+	echo "────────────────────────────────────────────────────────────────────────────────────────"; \
+	echo "node is not installed: the tests of the explain page's JavaScript are SKIPPED."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test

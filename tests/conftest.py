@@ -60,6 +60,15 @@ def need_chromium() -> str:
     return CHROMIUM
 
 
+def need_node() -> str:
+    """The path of node. Without it the test is skipped and named in the summary, or fails in CI."""
+    node = shutil.which("node")
+    if node is None and os.environ.get("CI") != "true":
+        pytest.skip("no node found: the tests of the explain page's JavaScript were LEFT OUT")
+    assert node is not None, "CI=true but node is missing: install it (apt-get install nodejs)"
+    return node
+
+
 def rounded(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """Random float64 numbers that `dtype` represents exactly, so that an op and its reference get equal inputs."""
     return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype).double()

@@ -25,7 +25,7 @@ SENTENCES = (
     "The keys to the old wooden cabinet is on the table.",
     "Two plus two is four, and three plus three is seven.",
 )
-SMALL = ("To be, or not to be, that is the question:", "ROMEO:\nO, she doth teach the torches to burn bright!")
+SMALL = (explain.TEXT,)
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def build(folder: Path, small_model: Path) -> None:
     downloads.fetch(explain.DEFAULT)
     torch.set_num_threads(1)
     watch = progress_bar("checking")
-    export_folder(folder, [Shown(language_model(), SENTENCES), Shown(character_model(small_model), SMALL)], watch)
+    export_folder(folder, [Shown(language_model(), SENTENCES), Shown(character_model(small_model), SMALL, live=True)], watch)
 
 
 def language_model() -> Session:

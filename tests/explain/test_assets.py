@@ -1,7 +1,6 @@
 """The page's JavaScript: its pure parts run by node, and rules that are checked by reading it."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -9,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from conftest import need_node
 from handgrad.explain_page.page_files import asset, imported, modules, served
 
-NODE = shutil.which("node")
-LEFT_OUT = "no node found: the unit tests of the explain page's JavaScript were LEFT OUT"
 SCRIPTS = [name for name in served() if name.endswith(".js")]
 
 
-@pytest.mark.skipif(NODE is None and os.environ.get("CI") != "true", reason=LEFT_OUT)
 def test_the_pure_parts(tmp_path: Path) -> None:
-    assert NODE is not None, "CI=true but node is missing: install it (apt-get install nodejs)"
+    node = need_node()
     for name in SCRIPTS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(asset(name), encoding="utf-8")
@@ -27,7 +24,7 @@ def test_the_pure_parts(tmp_path: Path) -> None:
     for test in tests:
         shutil.copy(test, tmp_path)
     done = subprocess.run(
-        [NODE, "--test", *(test.name for test in tests)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [node, "--test", *(test.name for test in tests)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(re.findall(r"^# pass (\d+)|^ℹ pass (\d+)", done.stdout, re.M)[0][0] or 99) >= 15

@@ -63,6 +63,15 @@ def explain(
             " needed, and exit.",
         ),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="With --html or --folder: put the model into the page instead of answers, so that it takes any sentence"
+            " and step."
+            " For a small model that reads characters.",
+        ),
+    ] = False,
     lora: Annotated[
         int,
         typer.Option(
@@ -83,7 +92,7 @@ def explain(
       handgrad explain --model runs/mine --no-open
     """
     texts = text or []
-    _check_output(html, folder, texts)
+    _check_output(html, folder, texts, live)
     with _waiting("Starting …"):
         import torch
 
@@ -94,17 +103,17 @@ def explain(
         torch.set_num_threads(1)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
-        from ..explain_page.export import export
+        from ..explain_page.export import export, export_live
         from ..proof.check_report import progress_bar
 
-        write_text(html, export(session, session.text, progress_bar("checking")))
+        write_text(html, export_live(session) if live else export(session, session.text, progress_bar("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
         return
     if folder is not None:
         from ..explain_page.folder import Shown, export_folder
         from ..proof.check_report import progress_bar
 
-        export_folder(folder, [Shown(session, texts or [session.text])], progress_bar("checking"))
+        export_folder(folder, [Shown(session, texts or [session.text], live)], progress_bar("checking"))
         files = [file for file in folder.rglob("*") if file.is_file()]
         total = size(sum(file.stat().st_size for file in files))
         out.print(f"wrote {folder / 'index.html'}, {plural(len(files), 'file')}, {total}", highlight=False, soft_wrap=True)
@@ -127,8 +136,10 @@ def explain(
         server.run()
 
 
-def _check_output(html: Path | None, folder: Path | None, texts: list[str]) -> None:
+def _check_output(html: Path | None, folder: Path | None, texts: list[str], live: bool) -> None:
     """Raise if the page cannot be written as it was asked for."""
+    if live and html is None and folder is None:
+        raise HandgradError("--live is about the page that --html or --folder writes: add --html FILE or --folder FOLDER")
     if html is not None and folder is not None:
         raise HandgradError("--html writes one file and --folder a folder: give one of them")
     if len(texts) > 1 and folder is None:

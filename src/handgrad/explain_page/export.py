@@ -13,6 +13,7 @@ from ..formatting import size
 from .course import Judge, course_view
 from .json_numbers import as_json
 from .json_types.questions import Error, Stepped
+from .live_data import live_data
 from .page_files import IMPORT, asset, imported, modules
 from .proofs.prover import CheckResults, Prover, report, summary
 from .routes import ROUTES, Served
@@ -53,19 +54,53 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     )
 
 
+def export_live(session: Session) -> str:
+    """Return the page as HTML with the model instead of answers: it computes them itself, for any sentence."""
+    page = _html({"live-model": model_as_text(session)}, live_program())
+    if len(page.encode()) > MAX_BYTES:
+        raise HandgradError(
+            f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a smaller model"
+        )
+    return page
+
+
+def live_program() -> str:
+    """The script that answers the page's requests: it defines serveLive."""
+    return f"{bundle('live/serve.js')}\nglobalThis.serveLive = {_variable('live/serve.js')}.serve;"
+
+
+def model_as_text(session: Session) -> str:
+    """The model as JSON, with all digits."""
+    return json.dumps(as_json(live_data(session)), ensure_ascii=False)
+
+
 def _page(embedded: dict[str, Any]) -> str:
     """The HTML of the page with these answers."""
-    data = as_text(embedded).replace("<", "\\u003c")
+    return _html({"embedded-answers": as_text(embedded)})
+
+
+def _html(texts: dict[str, str], program: str = "") -> str:
+    """The HTML of the page with JSON by the ids of its elements, and a program that answers its requests."""
     style, script = asset("style.css") + asset("views.css"), bundle()
+    scripts, worker = f"'{_digest(script)}'", ""
+    if program:
+        scripts, worker = f"{scripts} '{_digest(program)}'", " worker-src blob:;"
     policy = (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src {scripts};{worker}"
         " base-uri 'none'; form-action 'none'"
     )
     page = asset("page.html")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
-    body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
+    elements = [f'<script type="application/json" id="{id}">{_safe(text)}</script>' for id, text in texts.items()]
+    elements += [f'<script id="live-program">{program}</script>'] if program else []
+    body = "\n".join([*elements, f'<script type="module">{script}</script>'])
     return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
+
+
+def _safe(text: str) -> str:
+    """JSON that can stand inside an element."""
+    return text.replace("<", "\\u003c")
 
 
 def as_text(answers: Any) -> str:

@@ -3,6 +3,7 @@
     index.html, style.css, views.css, page.js        the page, and in index.html what the folder contains
     data/smollm2/table.js, learn.js                  what does not depend on the sentence
     data/smollm2/1/overview.js, blocks.0.a_6.js …    the answers for the first sentence, in parts
+    data/program.js, data/nano/model.js              a model that answers in the browser
 
 A page from the disk may not fetch data, nor load modules. So the modules are joined into one script, and a part is a script
 that calls one function with its answers; assets/folder.js inserts it when an answer of it is asked for.
@@ -15,23 +16,25 @@ from typing import Any, NamedTuple
 
 from ..errors import HandgradError
 from ..files.atomic import write_folder
-from .export import COLUMNS, Watch, answers, as_text, bundle, pictures
+from .export import COLUMNS, Watch, answers, as_text, bundle, live_program, model_as_text, pictures
 from .page_files import asset
 from .session.session import Session
 
 MARK = "stored-answers"  # the id of the element of index.html that says what the folder contains
 OF_MODEL = ("table", "learn")  # answers that do not depend on the sentence
 POLICY = (  # a folder on the disk is not "self" in every browser
-    "default-src 'none'; img-src data:; style-src 'self' file:; script-src 'self' file:; base-uri 'none'; form-action 'none'"
+    "default-src 'none'; img-src data:; style-src 'self' file:; script-src 'self' file:;"
+    " worker-src blob:; base-uri 'none'; form-action 'none'"
 )
 OWN = ("id", "block", "reads")  # what a station does not have in common with those of other blocks
 
 
 class Shown(NamedTuple):
-    """A model of the folder, and its sentences."""
+    """A model of the folder, and its sentences; or the model alone, which answers in the browser."""
 
     session: Session
     texts: Sequence[str]
+    live: bool = False
 
 
 def export_folder(folder: Path, models: Sequence[Shown], watch: Watch = iter) -> None:
@@ -40,7 +43,7 @@ def export_folder(folder: Path, models: Sequence[Shown], watch: Watch = iter) ->
     check_folder(folder)
 
     def fill(new: Path) -> None:
-        index = [_write_model(new, shown, watch) for shown in models]
+        index = [(_write_live if shown.live else _write_stored)(new / "data", shown, watch) for shown in models]
         for name in ("style.css", "views.css"):
             (new / name).write_text(asset(name), encoding="utf-8")
         (new / "page.js").write_text(short(bundle()), encoding="utf-8")
@@ -61,7 +64,26 @@ def check_folder(folder: Path) -> None:
         raise HandgradError(f"cannot write {folder}: the folder {folder.parent} does not exist")
 
 
-def _write_model(folder: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
+def _write_live(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
+    """Write a model, and the program that computes with it."""
+    session = shown.session
+    session.text = next(iter(shown.texts), session.text)
+    session.encode(session.text)
+    (data / session.name).mkdir(parents=True)
+    _write_part(data, f"{session.name}/model", {"data": model_as_text(session)})
+    program = f"function handgradProgram() {{\n{short(live_program())}\n}}\n"
+    call = 'handgradAnswers("program",{source:`(${handgradProgram})();`});\n'
+    (data / "program.js").write_text(program + call, encoding="utf-8")
+    return {"name": session.name, "command": session.command, "live": True, "requests": {}, "sentences": []}
+
+
+def _write_part(data: Path, path: str, answers: dict[str, Any]) -> None:
+    file = data / f"{path}.js"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"handgradAnswers({as_text(path)},{as_text(packed(answers))});\n", encoding="utf-8")
+
+
+def _write_stored(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
     """Write the answers of a model; return what the page must know of it before it asks."""
     session = shown.session
     for text in shown.texts:
@@ -80,11 +102,10 @@ def _write_model(folder: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
             path = f"{session.name}/{part}" if name in OF_MODEL else f"{session.name}/{number}/{part}"
             parts.setdefault(path, {})[key] = answer
         for path, part in parts.items():
-            file = folder / "data" / f"{path}.js"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"handgradAnswers({as_text(path)},{as_text(packed(part))});\n", encoding="utf-8")
+            _write_part(data, path, part)
         sentences.append({"id": sentence.id, "text": text})
-    return {"name": session.name, "command": session.command, "requests": requests, "sentences": sentences}
+    about = {"name": session.name, "command": session.command, "live": False}
+    return {**about, "requests": requests, "sentences": sentences}
 
 
 def _request(key: str) -> tuple[str, dict[str, str]]:

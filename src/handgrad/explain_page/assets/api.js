@@ -26,7 +26,7 @@ function chosen() {
   const [answers, program, model, index] = ["embedded-answers", "live-program", "live-model", "stored-answers"].map(textOf);
   if (index) return folder(JSON.parse(index), new URLSearchParams(location.search).get("model"));
   if (answers) return stored(JSON.parse(answers));
-  if (program && model) return live(program, model);
+  if (program && model) return live(Promise.resolve({ source: program, data: model }));
   return server(new URLSearchParams(location.search).get("key") ?? "");
 }
 

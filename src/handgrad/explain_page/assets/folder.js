@@ -2,6 +2,7 @@
 // Answers that a folder contains, as folder.py writes it: for each model some sentences, in parts that are loaded when they
 // are needed. A part is a script, because a page from the disk may not fetch.
 
+import { live } from "./live.js";
 import { RequestError } from "./request_error.js";
 import { absent, keyOf } from "./stored.js";
 
@@ -10,6 +11,7 @@ import { absent, keyOf } from "./stored.js";
  * @typedef {object} Model
  * @property {string} name
  * @property {string} command  that serves its page
+ * @property {boolean} live  whether the folder contains the model instead of answers
  * @property {Record<string, string[]>} requests  those that are answered, with the names of their parameters
  * @property {Sentence[]} sentences
  */
@@ -65,6 +67,11 @@ const whole = ({ texts, ...table }) => ({
 export function folder(models, name) {
   const model = models.find((one) => one.name === name) ?? models[0];
   const { requests, sentences, command } = model;
+  const choice = { models: models.map((one) => one.name), model: model.name };
+  if (model.live) {
+    const loaded = Promise.all([load("program"), load(`${model.name}/model`)]);
+    return { ...live(loaded.then((found) => Object.assign({}, ...found))), ...choice };
+  }
   /** @param {string | null} id */
   const numberOf = (id) => Math.max(0, sentences.findIndex((sentence) => sentence.id === id));
   return {
@@ -90,8 +97,7 @@ export function folder(models, name) {
     },
 
     sentences,
-    models: models.map((one) => one.name),
-    model: model.name,
     command,
+    ...choice,
   };
 }

@@ -64,7 +64,7 @@ def _shown(
     starts = [0]
     for s in sums:
         starts.append(starts[-1] + len(s.values()))
-    order = every.abs().argsort(descending=True).tolist()
+    order = every.abs().argsort(descending=True, stable=True).tolist()
     terms: list[Term] = []
     for i in order[:SHOWN]:
         which = max(k for k in range(len(sums)) if starts[k] <= i)

@@ -46,7 +46,8 @@ export function forward(a, head, causal, at) {
 }
 
 /** Δ_causal = [Δ_ρ − ~(Δ_ρ ⊖ ρ)] ∘ ρ with Δ_ρ = Δ_i^h vᵗ. Each row sums to 0 (26). @param {Matrix} delta_rho @param {Matrix} rho */
-export const delta_causal = (delta_rho, rho) => times(minus(delta_rho, tilde_columns(row_dot(delta_rho, rho), rho.cols)), rho); // (25)
+export const delta_causal = (delta_rho, rho) =>
+  times(minus(delta_rho, tilde_columns(row_dot(delta_rho, rho), rho.cols)), rho); // (25)
 
 /** Δ_i^h (n_T, d_h) → Δ^h_{i−1} (n_T, d) and the gradients of the head's parameters. Here Δ_v, Δ_q and Δ_k are the error
  * signals of v, q and k, as in a trace; times w_vᵗ, w_qᵗ and w_kᵗ they are the paper's three branches.
@@ -75,7 +76,11 @@ export function backward(delta, a, head, saved, at) {
     w_v: linear.grad_w(delta_v, a), // (23)
     b_v: head.b_v && sum_tokens(delta_v), // (24), by (21)
   };
-  const branches = [linear.delta_prev(delta_v, head.w_v), linear.delta_prev(delta_q, head.w_q), linear.delta_prev(delta_k, head.w_k)];
+  const branches = [
+    linear.delta_prev(delta_v, head.w_v),
+    linear.delta_prev(delta_q, head.w_q),
+    linear.delta_prev(delta_k, head.w_k),
+  ];
   return { delta: total(branches), grads }; // (33)
 }
 

@@ -1,6 +1,6 @@
 // @ts-check
-// The formulas checked on the spot: every error signal and gradient against finite differences of what was differentiated,
-// and identities that hold for any numbers. As proof/oracles.py and explain_page/proofs/checks.py.
+// The formulas checked on the spot: every error signal and gradient against finite differences of the objective, and
+// identities that hold for any numbers. As proof/oracles.py and explain_page/proofs/checks.py.
 //
 // Along a direction u, ⟨∂, u⟩ is predicted and (L(x + εu) − L(x − εu))/2ε is measured; only forward passes measure.
 
@@ -13,7 +13,8 @@ import { run } from "./transformer.js";
 /** @typedef {import("./matrix.js").Matrix} Matrix */
 /** @typedef {import("./trace.js").Trace} Trace */
 /** `error` is |predicted − measured| relative to ‖∂‖, or to a share of the largest ‖∂‖ of its kind.
- * @typedef {{ name: string, predicted: number, measured: number, step: number, error: number, limit: number, passed: boolean }} Difference */
+ * @typedef {{ name: string, predicted: number, measured: number, step: number, error: number, limit: number,
+ *   passed: boolean }} Difference */
 /** @typedef {{ name: string, what: string, error: number, limit: number, passed: boolean }} Identity */
 /** @typedef {() => number} Random  a number of the normal distribution */
 
@@ -43,7 +44,8 @@ export const signals = (trace) => trace.names().filter((name) => /(^|\.)delta_/.
 /** What an error signal is the derivative by: delta_5 → a_5, delta_rho → rho, delta_skip_5 → skip_5. @param {string} name */
 export const activation_of = (name) => name.replace(/delta_(\d+)$/, "a_$1").replace("delta_", "");
 
-/** Check one error signal of a trace without edits. @param {Trace} trace @param {string} name @param {Random} random @returns {Difference} */
+/** Check one error signal of a trace without edits.
+ * @param {Trace} trace @param {string} name @param {Random} random @returns {Difference} */
 export function check_signal(trace, name, random) {
   const { model, ids, objective } = trace;
   const claimed = parts(trace, name);
@@ -103,18 +105,28 @@ export function identities(trace) {
   const found = [];
   const add = (/** @type {string} */ name, /** @type {string} */ what, /** @type {number} */ error) =>
     found.push({ name, what, error, limit: IDENTITY_LIMIT, passed: error <= IDENTITY_LIMIT });
-  const rows_are_0 = (/** @type {string} */ name, floor = 0) => add(name, "each row sums to 0", largest_row_sum(parts(trace, name), floor));
+  const rows_are_0 = (/** @type {string} */ name, floor = 0) =>
+    add(name, "each row sums to 0", largest_row_sum(parts(trace, name), floor));
   rows_are_0("delta_12");
   network.blocks.forEach((_, i) => {
     const here = `blocks.${i}.`;
-    for (const name of ["delta_10", "delta_5", "delta_1"]) rows_are_0(here + name); // before a LayerNorm, by which shifts are ignored
+    for (const name of ["delta_10", "delta_5", "delta_1"]) rows_are_0(here + name); // a LayerNorm ignores shifts of a row
     const size = largest_entry([trace.get(`${here}delta_3`)]) * largest_entry(parts(trace, `${here}v`));
-    add(`${here}delta_causal`, "each row sums to 0 (26)", largest_row_sum(parts(trace, `${here}delta_causal`), 1e-4 * size));
+    add(
+      `${here}delta_causal`,
+      "each row sums to 0 (26)",
+      largest_row_sum(parts(trace, `${here}delta_causal`), 1e-4 * size),
+    );
     const rho = parts(trace, `${here}rho`);
-    add(`${here}rho`, "each row sums to 1 (14)", largest_entry(rho.map((x) => map(sum_tokens(t(x)), (sum) => sum - 1))));
+    add(
+      `${here}rho`,
+      "each row sums to 1 (14)",
+      largest_entry(rho.map((x) => map(sum_tokens(t(x)), (sum) => sum - 1))),
+    );
     if (config.causal) add(`${here}rho`, "0 above the diagonal", largest_entry(rho.map(above)));
     const columns = parts(trace, `${here}delta_k`).map(t); // ∂b_k is 0 as it stands, because its terms always cancel
-    if (network.blocks[i].heads[0].b_k) add(`${here}delta_k`, "each column sums to 0, so ∂b_k is 0 (29)", largest_row_sum(columns, 1e-4 * size));
+    if (network.blocks[i].heads[0].b_k)
+      add(`${here}delta_k`, "each column sums to 0, so ∂b_k is 0 (29)", largest_row_sum(columns, 1e-4 * size));
   });
   if (!network.w_11) add("grad_w_tok", "the sum of the gradients of both uses (R9)", tied_error(trace));
   const after = objective.kind === "sentence" ? ids.length - 1 : objective.position + 1;
@@ -162,16 +174,23 @@ function from_block(trace, name) {
 const length = (x) => Math.sqrt(x.reduce((sum, part) => sum + frobenius(part, part), 0));
 
 /** @param {Matrix[]} x */
-const largest_entry = (x) => Math.max(...x.map((part) => part.data.reduce((most, entry) => Math.max(most, Math.abs(entry)), 0)));
+const largest_entry = (x) =>
+  Math.max(...x.map((part) => part.data.reduce((most, entry) => Math.max(most, Math.abs(entry)), 0)));
 
-/** The largest |row sum|, relative to the largest sum of |entries| of a row or to `floor`. @param {Matrix[]} x @param {number} floor */
+/** The largest |row sum|, relative to the largest sum of |entries| of a row or to `floor`.
+ * @param {Matrix[]} x @param {number} floor */
 function largest_row_sum(x, floor) {
   const sums = largest_entry(x.map((part) => sum_tokens(t(part))));
   return sums / Math.max(largest_entry(x.map((part) => sum_tokens(t(map(part, Math.abs))))), floor, 1e-300);
 }
 
 /** @param {Matrix} x */
-const above = (x) => matrix(x.rows, x.cols, x.data.map((entry, i) => (i % x.cols > Math.floor(i / x.cols) ? entry : 0)));
+const above = (x) =>
+  matrix(
+    x.rows,
+    x.cols,
+    x.data.map((entry, i) => (i % x.cols > Math.floor(i / x.cols) ? entry : 0)),
+  );
 
 /** The rows from this one on. @param {Matrix} x @param {number} row */
 const below = (x, row) => matrix(x.rows - row, x.cols, x.data.slice(row * x.cols));

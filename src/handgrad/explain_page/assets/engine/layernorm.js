@@ -18,7 +18,10 @@ export function forward(a, w, b, eps) {
   const mu = scaled(1 / d, t(sum_tokens(t(a))));
   const centered = minus(a, tilde_columns(mu, d));
   const sigma = map(row_dot(centered, centered), (x) => Math.sqrt(x / d + eps)); // population variance; ε: R8
-  const a_bar = diag_left(map(sigma, (x) => 1 / x), centered); // (36)
+  const a_bar = diag_left(
+    map(sigma, (x) => 1 / x),
+    centered,
+  ); // (36)
   const gained = diag_right(a_bar, w);
   return { mu, sigma, a_bar, a: b === null ? gained : plus(gained, tilde_rows(b, a.rows)) }; // (37), (38)
 }
@@ -30,7 +33,10 @@ export function delta_prev(delta, a_bar, sigma, w) {
   const g = diag_left(w, t(delta));
   const mean_part = tilde_rows(sum_tokens(g), d); // the sums are broadcast over the d rows (R19)
   const spread_part = times(t(a_bar), tilde_rows(sum_tokens(times(t(a_bar), g)), d));
-  return diag_left(map(sigma, (x) => 1 / (d * x)), t(minus(minus(scaled(d, g), mean_part), spread_part))); // (40)
+  return diag_left(
+    map(sigma, (x) => 1 / (d * x)),
+    t(minus(minus(scaled(d, g), mean_part), spread_part)),
+  ); // (40)
 }
 
 /** ∂w = diag(āᵗ Δ_i): only the diagonal, which is Σ_tok ā ∘ Δ_i @param {Matrix} delta @param {Matrix} a_bar */

@@ -31,6 +31,10 @@ export const forward = (a_12, targets) => token_losses(a_12, targets).reduce((su
 
 /** Δ_12 = y_pred − y_gt on the rows that have a target, 0 on the others (R5) @param {Matrix} y_pred @param {number[]} targets */
 export function delta_logits(y_pred, targets) {
-  const has_target = matrix(targets.length, 1, targets.map((target) => (target === NO_TARGET ? 0 : 1)));
+  const has_target = matrix(
+    targets.length,
+    1,
+    targets.map((target) => (target === NO_TARGET ? 0 : 1)),
+  );
   return diag_left(has_target, minus(y_pred, y_gt(targets, y_pred.cols)));
 }

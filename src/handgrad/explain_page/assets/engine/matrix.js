@@ -7,7 +7,11 @@
 /** @param {number} rows @param {number} cols @param {ArrayLike<number>} [data] @returns {Matrix} */
 export function matrix(rows, cols, data) {
   if (data && data.length !== rows * cols) throw new Error(`${data.length} numbers for a matrix ${rows} × ${cols}`);
-  return { rows, cols, data: data instanceof Float64Array ? data : data ? Float64Array.from(data) : new Float64Array(rows * cols) };
+  return {
+    rows,
+    cols,
+    data: data instanceof Float64Array ? data : data ? Float64Array.from(data) : new Float64Array(rows * cols),
+  };
 }
 
 /** @param {Matrix} a */
@@ -21,16 +25,19 @@ export const same_shape = (a, b) => a.rows === b.rows && a.cols === b.cols;
 export function product(a, b) {
   if (a.cols !== b.rows) throw new Error(`a product of ${a.rows} × ${a.cols} and ${b.rows} × ${b.cols}`);
   const out = matrix(a.rows, b.cols);
-  const x = a.data, y = b.data, z = out.data, m = a.cols, n = b.cols; // prettier-ignore
+  const [x, y, z, m, n] = [a.data, b.data, out.data, a.cols, b.cols];
   for (let i = 0; i < a.rows; i += 2) {
     const rows = Math.min(2, a.rows - i);
     let k = 0;
     for (; rows === 2 && k + 4 <= m; k += 4) {
-      const p = i * m + k, q = p + m; // prettier-ignore
-      const p0 = x[p], p1 = x[p + 1], p2 = x[p + 2], p3 = x[p + 3]; // prettier-ignore
-      const q0 = x[q], q1 = x[q + 1], q2 = x[q + 2], q3 = x[q + 3]; // prettier-ignore
+      const [p, q] = [i * m + k, (i + 1) * m + k];
+      const [p0, p1, p2, p3] = [x[p], x[p + 1], x[p + 2], x[p + 3]];
+      const [q0, q1, q2, q3] = [x[q], x[q + 1], x[q + 2], x[q + 3]];
       for (let j = 0, at = k * n, first = i * n, second = first + n; j < n; j++, at++, first++, second++) {
-        const y0 = y[at], y1 = y[at + n], y2 = y[at + 2 * n], y3 = y[at + 3 * n]; // prettier-ignore
+        const y0 = y[at];
+        const y1 = y[at + n];
+        const y2 = y[at + 2 * n];
+        const y3 = y[at + 3 * n];
         z[first] += p0 * y0 + p1 * y1 + p2 * y2 + p3 * y3;
         z[second] += q0 * y0 + q1 * y1 + q2 * y2 + q3 * y3;
       }
@@ -82,14 +89,16 @@ export const total = (parts) => parts.reduce(plus);
 /** diag(c) a: row i times the i-th entry of c, whether c is a row or a column. @param {Matrix} c @param {Matrix} a */
 export function diag_left(c, a) {
   const out = matrix(a.rows, a.cols);
-  for (let i = 0; i < a.rows; i++) for (let j = 0; j < a.cols; j++) out.data[i * a.cols + j] = c.data[i] * a.data[i * a.cols + j];
+  for (let i = 0; i < a.rows; i++)
+    for (let j = 0; j < a.cols; j++) out.data[i * a.cols + j] = c.data[i] * a.data[i * a.cols + j];
   return out;
 }
 
 /** a diag(w): column j times the j-th entry of w. @param {Matrix} a @param {Matrix} w */
 export function diag_right(a, w) {
   const out = matrix(a.rows, a.cols);
-  for (let i = 0; i < a.rows; i++) for (let j = 0; j < a.cols; j++) out.data[i * a.cols + j] = a.data[i * a.cols + j] * w.data[j];
+  for (let i = 0; i < a.rows; i++)
+    for (let j = 0; j < a.cols; j++) out.data[i * a.cols + j] = a.data[i * a.cols + j] * w.data[j];
   return out;
 }
 
@@ -102,10 +111,14 @@ export function columns(a, from, to) {
 
 /** Matrices side by side. @param {Matrix[]} parts */
 export function concat_columns(parts) {
-  const out = matrix(parts[0].rows, parts.reduce((sum, part) => sum + part.cols, 0));
+  const out = matrix(
+    parts[0].rows,
+    parts.reduce((sum, part) => sum + part.cols, 0),
+  );
   let from = 0;
   for (const part of parts) {
-    for (let i = 0; i < out.rows; i++) out.data.set(part.data.subarray(i * part.cols, (i + 1) * part.cols), i * out.cols + from);
+    for (let i = 0; i < out.rows; i++)
+      out.data.set(part.data.subarray(i * part.cols, (i + 1) * part.cols), i * out.cols + from);
     from += part.cols;
   }
   return out;

@@ -66,7 +66,8 @@ function heads_of({ n_heads, d_rho, d_head, key_bias }, w, b) {
       const from = starts[letter] + h * widths[letter];
       head[`w_${letter}`] = columns(w, from, from + widths[letter]);
       const start = from - (letter === "v" ? left_out : 0);
-      head[`b_${letter}`] = b === null || (letter === "k" && left_out) ? null : columns(b, start, start + widths[letter]);
+      head[`b_${letter}`] =
+        b === null || (letter === "k" && left_out) ? null : columns(b, start, start + widths[letter]);
     }
     return /** @type {Head} */ (head);
   });
@@ -105,7 +106,8 @@ export function symbols(grads) {
   put("grad_w_pos", grads.w_pos);
   grads.blocks.forEach((/** @type {any} */ block, i) => {
     for (const letter of LETTERS)
-      for (const kind of ["w", "b"]) put(`blocks.${i}.grad_${kind}_${letter}`, side_by_side(block.heads, `${kind}_${letter}`));
+      for (const kind of ["w", "b"])
+        put(`blocks.${i}.grad_${kind}_${letter}`, side_by_side(block.heads, `${kind}_${letter}`));
     for (const number of Object.keys(LAYERS))
       for (const kind of ["w", "b"]) put(`blocks.${i}.grad_${kind}_${number}`, block[`${kind}_${number}`]);
   });

@@ -18,14 +18,16 @@ export function check(objective, ids, n_vocab) {
   if (kind !== "position" && kind !== "difference")
     throw new EngineError(`unknown objective '${kind}': choose one of sentence, position, difference`);
   const inside = (/** @type {number} */ x, /** @type {number} */ end) => Number.isInteger(x) && 0 <= x && x < end;
-  if (!inside(position, ids.length)) throw new EngineError(`position must be a row from 0 to ${ids.length - 1}, not ${position}`);
+  if (!inside(position, ids.length))
+    throw new EngineError(`position must be a row from 0 to ${ids.length - 1}, not ${position}`);
   if (kind === "position" && objective.target === undefined && position === ids.length - 1)
     throw new EngineError(`position ${position} has no target, so there is no loss: choose another position`);
   if (kind === "position") return;
   const { token, against } = objective;
   for (const [name, id] of /** @type {[string, number][]} */ (Object.entries({ token, against })))
     if (!inside(id, n_vocab)) throw new EngineError(`${name} must be a token id from 0 to ${n_vocab - 1}, not ${id}`);
-  if (token === against) throw new EngineError(`token and against are both ${token}: the difference is 0; choose two tokens`);
+  if (token === against)
+    throw new EngineError(`token and against are both ${token}: the difference is 0; choose two tokens`);
 }
 
 /** The targets that an objective reads. @param {Objective} objective @param {number[]} ids */

@@ -31,7 +31,8 @@ export class Recorder {
     const edit = this.edits.get(name);
     if (edit) {
       const edited = edit(copy(x), head);
-      if (!edited || !same_shape(edited, x)) throw new EngineError(`the edit of ${name} must return a matrix ${x.rows} × ${x.cols}`);
+      if (!edited || !same_shape(edited, x))
+        throw new EngineError(`the edit of ${name} must return a matrix ${x.rows} × ${x.cols}`);
       x = edited;
     }
     if (!SCORES.test(name)) this.note(name, x, head);
@@ -95,7 +96,8 @@ export class Trace {
     const found = this.values.get(name);
     if (!found) throw new EngineError(`the trace has no '${name}'`);
     if (!Array.isArray(found)) return found;
-    if (head === undefined || !found[head]) throw new EngineError(`${name} has ${found.length} heads: choose one from 0 on`);
+    if (head === undefined || !found[head])
+      throw new EngineError(`${name} has ${found.length} heads: choose one from 0 to ${found.length - 1}`);
     return found[head];
   }
 }

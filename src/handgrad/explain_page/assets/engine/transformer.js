@@ -156,7 +156,11 @@ export function backward(delta, p, f, o, record) {
  * @param {Model} model @param {number[]} ids
  * @param {{ objective?: Objective, edits?: import("./trace.js").Edits, forwardOnly?: boolean,
  *   start?: { block: number, a_1: Matrix } }} [options] */
-export function run(model, ids, { objective = { kind: "sentence" }, edits = new Map(), forwardOnly = false, start } = {}) {
+export function run(
+  model,
+  ids,
+  { objective = { kind: "sentence" }, edits = new Map(), forwardOnly = false, start } = {},
+) {
   const { config, network } = model;
   check_ids(ids, config, objective);
   objectives.check(objective, ids, config.n_vocab);
@@ -172,16 +176,23 @@ export function run(model, ids, { objective = { kind: "sentence" }, edits = new 
   }
   record.check_names();
   return new Trace({
-    model, ids, objective, losses, grads, values: record.values,
-    value: objectives.forward(objective, f.a_12, ids), loss: losses.reduce((sum, x) => sum + x, 0) / losses.length,
-  }); // prettier-ignore
+    model,
+    ids,
+    objective,
+    losses,
+    grads,
+    values: record.values,
+    value: objectives.forward(objective, f.a_12, ids),
+    loss: losses.reduce((sum, x) => sum + x, 0) / losses.length,
+  });
 }
 
 /** @param {number[]} ids @param {Config} config @param {Objective} objective */
 function check_ids(ids, { n_vocab, n_context }, { kind }) {
   if (ids.length < (kind === "sentence" ? 2 : 1))
     throw new EngineError("a sentence needs at least two tokens: one to read and one to predict");
-  if (ids.length > n_context) throw new EngineError(`${ids.length} tokens do not fit into a context of ${n_context}: shorten the sequence`);
+  if (ids.length > n_context)
+    throw new EngineError(`${ids.length} tokens do not fit into a context of ${n_context}: shorten the sequence`);
   const wrong = ids.find((id) => !(Number.isInteger(id) && 0 <= id && id < n_vocab));
   if (wrong !== undefined) throw new EngineError(`token id ${wrong} is outside the vocabulary of ${n_vocab}`);
 }
@@ -191,7 +202,8 @@ function within(record, i) {
   const here = `blocks.${i}.`;
   return {
     at: (/** @type {string} */ name, /** @type {Matrix} */ x) => record.at(here + name, x),
-    at_head: (/** @type {number} */ h) => (/** @type {string} */ name, /** @type {Matrix} */ x) => record.at(here + name, x, h),
+    at_head: (/** @type {number} */ h) => (/** @type {string} */ name, /** @type {Matrix} */ x) =>
+      record.at(here + name, x, h),
     note: (/** @type {Record<string, Matrix>} */ named) => {
       for (const [name, x] of Object.entries(named)) record.note(here + name, x);
     },
