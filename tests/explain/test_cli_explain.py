@@ -44,7 +44,7 @@ def run_folder(folder: Path) -> Path:
 
 def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_directory(tmp_path / "model")
-    explain(model=str(folder), text=TEXT, html=tmp_path / "page.html", lora=2)
+    explain(model=str(folder), text=[TEXT], html=tmp_path / "page.html", lora=2)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "with adapters of rank 2" in page and "Content-Security-Policy" in page
     assert "src=" not in page.replace("src/", "") and "<link" not in page
@@ -161,9 +161,9 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="does not exist"):
         explain(model=folder, html=tmp_path / "no" / "page.html")
     with pytest.raises(hg.HandgradError, match="at most 48"):
-        explain(model=folder, text="x" * 50, html=tmp_path / "page.html")
+        explain(model=folder, text=["x" * 50], html=tmp_path / "page.html")
     with pytest.raises(hg.HandgradError, match="rank"):
-        explain(model=folder, text=TEXT, html=tmp_path / "page.html", lora=999)
+        explain(model=folder, text=[TEXT], html=tmp_path / "page.html", lora=999)
     assert not (tmp_path / "page.html").exists()
 
 

@@ -69,7 +69,6 @@ def _write_live(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
     session = shown.session
     session.text = next(iter(shown.texts), session.text)
     session.encode(session.text)
-    (data / session.name).mkdir(parents=True)
     _write_part(data, f"{session.name}/model", {"data": model_as_text(session)})
     program = f"function handgradProgram() {{\n{short(live_program())}\n}}\n"
     call = 'handgradAnswers("program",{source:`(${handgradProgram})();`});\n'
