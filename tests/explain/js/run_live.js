@@ -1,31 +1,32 @@
-// Answers the requests that test_live.py writes to standard input, by assets/live/, and prints the answers as JSON. "@3" in a
-// request is the id in the answer to request 3.
+// Behind the program that a live page contains: sends it the requests that test_live.py writes to standard input, and prints
+// its answers as JSON. "@3" in a request is the id in the answer to request 3.
 
-import { pathToFileURL } from "node:url";
+import { readFileSync } from "node:fs";
 
-const { folder, models } = JSON.parse(await new Promise((done) => {
-  let text = "";
-  process.stdin.on("data", (part) => (text += part)).on("end", () => done(text));
-}));
-const load = (name) => import(pathToFileURL(`${folder}/live/${name}.js`).href);
-const [{ Session }, { Prover }, { answer }, { RequestError }] = await Promise.all(
-  ["session", "prover", "routes", "../request_error"].map(load),
-);
+const { models } = JSON.parse(readFileSync(0, "utf8"));
 
-const found = models.map(({ data, requests }) => {
-  const session = new Session(data),
-    prover = new Prover(session),
-    answers = [];
-  for (const [name, given] of requests) {
+const found = [];
+for (const { data, requests } of models) {
+  let sent;
+  const port = { postMessage: (message) => (sent = message) };
+  const send = (message) => {
+    port.onmessage({ data: message });
+    return sent;
+  };
+  live_serveModule.serve(port);
+  send({ data: JSON.stringify(data) });
+  const answers = [];
+  for (const [number, [name, given]] of requests.entries()) {
     const named = Object.entries(given).map(([key, x]) => [key, /^@\d+$/.test(x) ? answers[x.slice(1)].id : x]);
-    if (name === "proof") while (prover.work());
-    try {
-      answers.push(answer(session, prover, name, Object.fromEntries(named)));
-    } catch (reason) {
-      if (!(reason instanceof RequestError)) throw reason;
-      answers.push({ error: reason.message });
-    }
+    const ask = () => {
+      const { error, known, text } = send({ number, name, given: Object.fromEntries(named) });
+      if (error !== undefined && !known) throw new Error(`${name} ${JSON.stringify(given)}: ${error}`);
+      return error === undefined ? JSON.parse(text) : { error };
+    };
+    let answer = ask();
+    for (; answer.state === "measuring"; answer = ask()) await new Promise((done) => setTimeout(done));
+    answers.push(answer);
   }
-  return answers;
-});
+  found.push(answers);
+}
 console.log(JSON.stringify(found));

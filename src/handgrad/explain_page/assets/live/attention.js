@@ -32,7 +32,7 @@ export function atHead(session, sentence, { block, head }) {
   });
   const vectors = (/** @type {string} */ name, /** @type {Matrix} */ x) => ({ picture: picture(x), name: here + name, head });
   const part = `attention_head(model, trace, ${block}, ${head})`;
-  const rest = (/** @type {Matrix} */ x) => range(x.rows).map((i) => x.data[i * x.cols]).slice(1); // prettier-ignore
+  const rest = (/** @type {Matrix} */ x) => range(x.rows).map((i) => x.data[i * x.cols]).slice(1);
   return {
     block,
     head,
@@ -91,7 +91,7 @@ export function headOf(session, sentence, block, head) {
   const sent = matrix(rho.rows, rho.cols, rho.data.map((share, i) => {
     const [t, score] = [Math.floor(i / rho.cols), raw.data[i]];
     return Math.sqrt(Math.max(0, share ** 2 * values[t] + 2 * share * score * both[t] + score ** 2 * keys[t]));
-  })); // prettier-ignore
+  }));
   return { q, k, v, rho, raw, signal, branches, sent };
 }
 

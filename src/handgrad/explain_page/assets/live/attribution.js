@@ -95,7 +95,7 @@ function attribute(session, version, ids, target, against, steps) {
     const left = ids.filter((_, i) => i !== t);
     const value = session.run(version, left, { objective: objective(last - 1), forwardOnly: true }).value;
     removed.set(t, sign * (whole.value - value));
-  } // prettier-ignore
+  }
   return { value: sign * whole.value, scores, integrated, gap, removed };
 }
 

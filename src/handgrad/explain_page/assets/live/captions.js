@@ -112,7 +112,7 @@ export const ABOUT_SENT =
 
 /** @param {number} value @param {number} query @param {number} key */
 export function aboutBranches(value, query, key) {
-  const lengths = new Map([["values", value], ["queries", query], ["keys", key]]); // prettier-ignore
+  const lengths = new Map([["values", value], ["queries", query], ["keys", key]]);
   const [name, size] = most(lengths);
   if (!size) return "No error flows back through this head.";
   const rest = [...lengths].filter(([other]) => other !== name).map(([other, x]) => `${typeset(x)} through the ${other}`);

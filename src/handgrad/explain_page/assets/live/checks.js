@@ -18,15 +18,18 @@ export function identitiesOf(session, sentence) {
   const decoded = one("decoding the tokens gives the sentence", "identity", Number(read !== sentence.text), 0);
   return new Map(
     session.stations.map((station) => {
-      const about = every.filter(({ name }) => tensorsOf(station).includes(name));
+      const about = every.filter(({ name, what }) => tensorsOf(station, ROWS_AFTER.test(what)).includes(name));
       const checks = about.map(({ name, what, error, limit }) => one(sentenceOf(name, what), "identity", error, limit));
       return [station.id, station.kind === "tokens" ? [decoded] : checks];
     }),
   );
 }
 
-/** The tensors whose identities a station shows. @param {Station} station */
-function tensorsOf({ id, kind, a, incoming, outgoing }) {
+const ROWS_AFTER = /^the (last row|rows)/; // which the objective does not depend on
+
+/** The tensors whose identities a station shows. @param {Station} station @param {boolean} incomingOnly */
+function tensorsOf({ id, kind, a, incoming, outgoing }, incomingOnly) {
+  if (incomingOnly) return incoming;
   const inside = kind === "attention" ? ["rho", "delta_k"].map((name) => a[0].replace("a_3", name)) : [];
   const tied = ["a_1", "a_12"].includes(id) ? ["grad_w_tok"] : [];
   return [...incoming, ...outgoing, ...inside, ...tied];
@@ -36,7 +39,7 @@ function tensorsOf({ id, kind, a, incoming, outgoing }) {
 function sentenceOf(name, what) {
   const shown = name.endsWith(".rho") ? "ρ" : name === "grad_w_tok" ? "∂w_tok" : symbol(name);
   if (/^each (row|column) sums/.test(what)) return what.replace(" sums", ` of ${shown} sums`);
-  return /^the (last row|rows)/.test(what) ? what : `${shown} is ${what}`;
+  return ROWS_AFTER.test(what) ? what : `${shown} is ${what}`;
 }
 
 /** The checks of a station by finite differences, each still to be made. @param {Traced} sentence @param {Station} station

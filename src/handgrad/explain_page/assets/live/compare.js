@@ -47,7 +47,7 @@ function compare(session, one, other) {
  * @param {Session} session @param {Traced} one @param {Traced} other @param {import("./network.js").Station} station */
 function compareStation(session, one, other, station) {
   const n = shared(one, other);
-  const kinds = [["a", station.a], ["delta", station.incoming.length ? station.incoming : station.outgoing]]; // prettier-ignore
+  const kinds = [["a", station.a], ["delta", station.incoming.length ? station.incoming : station.outgoing]];
   const maps = kinds.flatMap(([kind, names]) =>
     [...names].filter((name) => !one.trace.heads(name)).map((name) => ({ kind, ...compared(session, one, other, station, name, n) })),
   );

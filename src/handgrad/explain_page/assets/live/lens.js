@@ -38,7 +38,7 @@ export function lens(session, sentence, { station: id }) {
   const pushed = (/** @type {Float64Array} */ row, /** @type {number} */ sign) =>
     top(row.map((x) => sign * x), 5)
       .filter((id) => sign * row[id] > 0)
-      .map((id) => ({ word: session.tokenText(id), change: row[id] })); // prettier-ignore
+      .map((id) => ({ word: session.tokenText(id), change: row[id] }));
   const rows = sentence.targets.map((target, t) => {
     const row = logChances(rowOf(logits, t)),
       predictions = predicted(session, row, 5);
@@ -66,7 +66,7 @@ export function asWords({ network, config }, rows) {
   for (let i = 0; i < rows.rows; i++) {
     const row = rowOf(rows, i),
       size = Math.max(Math.sqrt(row.reduce((total, x) => total + x * x, 0)), 1e-30) / Math.sqrt(rows.cols);
-    unit.data.set(row.map((x) => x / size), i * rows.cols); // prettier-ignore
+    unit.data.set(row.map((x) => x / size), i * rows.cols);
   }
   return linear.forward(forward(unit, network.w_10, null, config.eps).a, head_weight(network), null);
 }

@@ -77,7 +77,7 @@ function words(session, logits) {
   return Array.from({ length: logits.rows }, (_, i) => {
     const row = rowOf(logits, i);
     const of = (/** @type {number[]} */ ids) => ids.map((id) => ({ word: session.tokenText(id), logit: row[id] }));
-    return { more: of(top(row, WORDS)), less: of(top(row.map((x) => -x), WORDS)) }; // prettier-ignore
+    return { more: of(top(row, WORDS)), less: of(top(row.map((x) => -x), WORDS)) };
   });
 }
 

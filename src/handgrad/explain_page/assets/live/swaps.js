@@ -25,7 +25,7 @@ export function estimates(session, sentence) {
   return matrix(delta.rows, delta.cols, delta.data.map((x, k) => {
     const t = Math.floor(k / delta.cols);
     return x - delta.data[t * delta.cols + sentence.ids[t]];
-  })); // prettier-ignore
+  }));
 }
 
 /** The most promising tokens of every position, and a caption; those of the best position are measured.
@@ -55,7 +55,7 @@ export function swapsAt(session, sentence, { position }) {
 const best = (session, change) =>
   top(change.map((x) => -x), SWAPS)
     .filter((id) => change[id] < 0)
-    .map((id) => ({ id, word: session.tokenText(id), change: change[id], measured: null })); // prettier-ignore
+    .map((id) => ({ id, word: session.tokenText(id), change: change[id], measured: null }));
 
 /** Add the measured change of the objective to each swap at position t; what has to be predicted stays.
  * @param {Session} session @param {Traced} sentence @param {number} t @param {any[]} found @returns {number[]} */

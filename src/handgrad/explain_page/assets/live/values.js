@@ -38,7 +38,7 @@ const shape = (x, name) => `${name} is ${x.rows} × ${x.cols}`;
  * @param {{ name: string, head?: number, rows: number[], columns: number[] }} given */
 export function sliceOf(session, sentence, { rows, columns, ...which }) {
   const x = matrixOf(session, sentence, which);
-  for (const [[low, high], size] of /** @type {[number[], number][]} */ ([[rows, x.rows], [columns, x.cols]])) // prettier-ignore
+  for (const [[low, high], size] of /** @type {[number[], number][]} */ ([[rows, x.rows], [columns, x.cols]]))
     if (!(0 <= low && low < high && high <= size))
       throw new RequestError(`${shape(x, which.name)}; the range ${low}:${high} is outside it`);
   return picture(x, { rows, columns });
@@ -65,7 +65,7 @@ const between = ([low, high], size) =>
  * @param {Traced} sentence @param {{ name: string, head?: number, rows?: number[], columns?: number[] }} given */
 export function entriesOf(session, sentence, { rows, columns, ...which }) {
   let x = matrixOf(session, sentence, which);
-  for (const [ids, size] of /** @type {[number[] | undefined, number][]} */ ([[rows, x.rows], [columns, x.cols]])) // prettier-ignore
+  for (const [ids, size] of /** @type {[number[] | undefined, number][]} */ ([[rows, x.rows], [columns, x.cols]]))
     if (ids && !ids.every((i) => i >= 0 && i < size))
       throw new RequestError(`${shape(x, which.name)}: there is no such row or column`);
   if (rows) x = rowsOf(x, rows);

@@ -53,7 +53,7 @@ function placeOf(session, sentence, { kind, block, edge, ...where }) {
     return {
       name: `${here}skip_${edge}`, delta: `${here}delta_skip_${edge}`, includes: () => true, index: "...", label,
       a: steps[i].inputs[0], signal: signal(steps[i].outputs[0]),
-    }; // prettier-ignore
+    };
   }
   const a = network.find(block, kind === "neuron" ? "activation" : "attention").outputs[0],
     both = { name: a, delta: signal(a), a, signal: signal(a) };
@@ -75,7 +75,7 @@ function placeOf(session, sentence, { kind, block, edge, ...where }) {
     name: `${here}rho`, delta: `${here}delta_raw`, a: `${here}rho`, signal: signal(a), head: h, label,
     includes: (row, column, head) => head === h && row === t && column === s, index: `${h}, ${t}, ${s}`,
     cut: `the score of ${label} (through the value it still flows)`,
-  }; // prettier-ignore
+  };
 }
 
 /** @param {Place} place @returns {(x: Matrix, head?: number) => Matrix} */
@@ -173,7 +173,7 @@ function whatIfError(session, sentence, place) {
       .map(({ symbol, gradient }) => ({
         station: station.id, block: station.block, symbol, name: gradient, ...moved(gradient),
       })),
-  ); // prettier-ignore
+  );
   const shareOf = (/** @type {any} */ row) => (row.before ? row.change / row.before : row.change ? Infinity : 0);
   const touched = rows.filter((row) => row.change).sort((x, y) => (shareOf(x) === shareOf(y) ? 0 : shareOf(y) - shareOf(x)));
   const path = place.cut ?? place.label;
