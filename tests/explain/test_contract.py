@@ -28,7 +28,7 @@ def requests(stations: list[dict[str, Any]], id: str, other: str) -> Iterator[tu
     """A request of every route, and of every kind of answer that it has."""
     for name in ("table", "progress", "learn"):
         yield name, {}
-    for name in ("overview", "heads", "effects", "attribution", "proofs"):
+    for name in ("overview", "flow", "heads", "effects", "attribution", "proofs"):
         yield name, {"id": id}
     for s in (x["id"] for x in stations):
         yield "station", {"id": id, "station": s}

@@ -42,12 +42,14 @@ def export_folder(folder: Path, models: Sequence[Shown], watch: Watch = iter) ->
     shown first."""
     check_folder(folder)
 
+    for session, texts, _ in models:
+        for text in texts:
+            session.encode(text)  # report an invalid sentence before any work
+
     def fill(new: Path) -> None:
         index = [(_write_live if shown.live else _write_stored)(new / "data", shown, watch) for shown in models]
-        for name in ("style.css", "views.css"):
-            (new / name).write_text(asset(name), encoding="utf-8")
-        (new / "page.js").write_text(short(bundle()), encoding="utf-8")
-        (new / "index.html").write_text(_page(index), encoding="utf-8")
+        for name, text in base_files(index).items():
+            (new / name).write_text(text, encoding="utf-8")
 
     write_folder(folder, fill)
 
@@ -68,12 +70,21 @@ def _write_live(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
     """Write a model, and the program that computes with it."""
     session = shown.session
     session.text = next(iter(shown.texts), session.text)
-    session.encode(session.text)
-    _write_part(data, f"{session.name}/model", {"data": model_as_text(session)})
+    _write_part(data, f"{_part_of(session)}/model", {"data": model_as_text(session)})
     program = f"function handgradProgram() {{\n{short(live_program())}\n}}\n"
     call = 'handgradAnswers("program",{source:`(${handgradProgram})();`});\n'
     (data / "program.js").write_text(program + call, encoding="utf-8")
-    return {"name": session.name, "command": session.command, "live": True, "requests": {}, "sentences": []}
+    return {**_about(shown), "requests": {}, "sentences": []}
+
+
+def _about(shown: Shown) -> dict[str, Any]:
+    session = shown.session
+    return {"name": session.name, "folder": _part_of(session), "command": session.command, "live": shown.live}
+
+
+def _part_of(session: Session) -> str:
+    """The folder of a model, whose name may have any characters."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", session.name)
 
 
 def _write_part(data: Path, path: str, answers: dict[str, Any]) -> None:
@@ -85,8 +96,6 @@ def _write_part(data: Path, path: str, answers: dict[str, Any]) -> None:
 def _write_stored(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
     """Write the answers of a model; return what the page must know of it before it asks."""
     session = shown.session
-    for text in shown.texts:
-        session.encode(text)  # report an invalid sentence before any work
     sentences, requests = [], dict[str, list[str]]()
     for number, text in enumerate(shown.texts, 1):
         sentence = session.sentence(text)
@@ -98,13 +107,12 @@ def _write_stored(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
             name, given = _request(key)
             requests[name] = list(given)
             part = given.get("station") or (f"block.{given['block']}" if "block" in given else name)
-            path = f"{session.name}/{part}" if name in OF_MODEL else f"{session.name}/{number}/{part}"
+            path = f"{_part_of(session)}/{part}" if name in OF_MODEL else f"{_part_of(session)}/{number}/{part}"
             parts.setdefault(path, {})[key] = answer
         for path, part in parts.items():
             _write_part(data, path, part)
         sentences.append({"id": sentence.id, "text": text})
-    about = {"name": session.name, "command": session.command, "live": False}
-    return {**about, "requests": requests, "sentences": sentences}
+    return {**_about(shown), "requests": requests, "sentences": sentences}
 
 
 def _request(key: str) -> tuple[str, dict[str, str]]:
@@ -144,10 +152,13 @@ def short(script: str) -> str:
     return re.sub(r"^(?:\s*//.*\n|\s+)", "", script, flags=re.M)
 
 
-def _page(index: list[dict[str, Any]]) -> str:
+def base_files(index: list[dict[str, Any]]) -> dict[str, str]:
+    """The files that every view needs, by their names."""
     page = asset("page.html").replace('href="/assets/', 'href="')
     head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<link rel="icon" href="data:,">\n<link '
     page = page.replace("<link ", head, 1)
     data = as_text(index).replace("<", "\\u003c")
     body = f'<script type="application/json" id="{MARK}">{data}</script>\n<script defer src="page.js"></script>'
-    return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
+    page = re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
+    styles = {name: asset(name) for name in ("style.css", "views.css")}
+    return {"index.html": page, "page.js": short(bundle()), **styles}

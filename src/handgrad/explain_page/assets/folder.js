@@ -10,6 +10,7 @@ import { absent, keyOf } from "./stored.js";
  * @typedef {{ id: string, text: string }} Sentence
  * @typedef {object} Model
  * @property {string} name
+ * @property {string} folder  with its parts
  * @property {string} command  that serves its page
  * @property {boolean} live  whether the folder contains the model instead of answers
  * @property {Record<string, string[]>} requests  those that are answered, with the names of their parameters
@@ -69,7 +70,7 @@ export function folder(models, name) {
   const { requests, sentences, command } = model;
   const choice = { models: models.map((one) => one.name), model: model.name };
   if (model.live) {
-    const loaded = Promise.all([load("program"), load(`${model.name}/model`)]);
+    const loaded = Promise.all([load("program"), load(`${model.folder}/model`)]);
     return { ...live(loaded.then((found) => Object.assign({}, ...found))), ...choice };
   }
   /** @param {string | null} id */
@@ -84,7 +85,7 @@ export function folder(models, name) {
         number = numberOf(id);
       const part = station ?? (block === undefined ? name : `block.${block}`);
       if (!(name in requests)) throw absent(command, sentences[number].text);
-      const path = OF_MODEL.includes(name) ? `${model.name}/${part}` : `${model.name}/${number + 1}/${part}`;
+      const path = OF_MODEL.includes(name) ? `${model.folder}/${part}` : `${model.folder}/${number + 1}/${part}`;
       const answers = await (parts.get(path) ?? load(path)),
         key = keyOf(name, parameters);
       if (!(key in answers)) throw absent(command, sentences[number].text);

@@ -5,7 +5,7 @@
 import { RequestError } from "./request_error.js";
 
 const ROUTES = new Set([
-  "table", "learn", "predict", "token", "sentence", "overview", "station", "swaps", "head", "heads", "lens", "neurons",
+  "table", "learn", "predict", "token", "sentence", "overview", "flow", "station", "swaps", "head", "heads", "lens", "neurons",
   "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "step", "proof", "proofs",
 ]);
 
