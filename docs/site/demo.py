@@ -44,18 +44,18 @@ def build(folder: Path, small_model: Path) -> None:
     downloads.fetch(explain.DEFAULT)
     torch.set_num_threads(1)
     watch = progress_bar("checking")
-    export_folder(folder, [Shown(language_model(), SENTENCES), Shown(character_model(small_model), SMALL, live=True)], watch)
+    export_folder(
+        folder, [Shown(language_model(), SENTENCES), Shown(character_model(small_model), SMALL, live=True)], watch
+    )
 
 
 def language_model() -> Session:
-    found: Session = explain._session(explain.choose(explain.DEFAULT), SENTENCES[0], 0, others_read=True)
+    found: Session = explain.make_session(explain.choose(explain.DEFAULT), SENTENCES[0], 0, others_read=True)
     return found
 
 
 def character_model(folder: Path) -> Session:
-    run = explain._train_small_model(folder)
-    chosen = explain.choose(str(run))._replace(name=explain.SMALL_MODEL, note=f"trained for {explain.STEPS} steps")
-    found: Session = explain._session(chosen, SMALL[0], 0, others_read=True)
+    found: Session = explain.make_session(explain.small_model(folder), SMALL[0], 0, others_read=True)
     return found
 
 

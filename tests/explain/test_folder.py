@@ -83,7 +83,9 @@ def test_every_view_of_every_sentence_opens_from_the_disk(open_page: Open, folde
     expect(page.locator("#loss")).to_have_text(f"{stored.sentence(TEXTS[1]).trace.loss:.4g}")
     assert "text=it" in page.url
     page.click("#tab-compare")
-    expect(page.locator("#absent-command").last).to_have_text(r"handgrad explain --model small --text 'it'\''s '\''so'\'''")
+    expect(page.locator("#absent-command").last).to_have_text(
+        r"handgrad explain --model small --text 'it'\''s '\''so'\'''"
+    )
     page.click("#tab-step")
     page.click("#step-one")
     expect(page.locator("#loss-measured")).to_be_visible()
@@ -136,7 +138,10 @@ def test_repetition_is_removed_and_put_back(stored: Session) -> None:
     whole = [{**texts[station.pop("text")], **station} for station in less["stations"]]
     assert {**less, "stations": whole} == found and len(texts) < len(whole) - 10
     records = [{"a": [1, 2], "b": [{"c": 1}, {"c": 2}]}, {"a": [], "b": []}]
-    assert packed(records) == {"fields": ["a", "b"], "records": [[[1, 2], {"fields": ["c"], "records": [[1], [2]]}], [[], []]]}
+    assert packed(records) == {
+        "fields": ["a", "b"],
+        "records": [[[1, 2], {"fields": ["c"], "records": [[1], [2]]}], [[], []]],
+    }
     for other in ([1, 2], [{"a": 1}], [{"a": 1}, {"b": 1}], {"a": "x"}, None):
         assert packed(other) == other
 
@@ -146,7 +151,7 @@ def test_a_script_without_comments_is_the_same_script() -> None:
         assert not name.endswith(".js") or all(line.count("`") % 2 == 0 for line in asset(name).splitlines()), name
     whole, less = bundle(), short(bundle())
     assert len(less) < 0.85 * len(whole) and not re.search(r"^(\s|//)", less, re.M)
-    assert short('/** a */\nconst x = 1; // b\n  /** @type {y} */ (z);\n  /**\n   * c */\n  w();\n') == (
+    assert short("/** a */\nconst x = 1; // b\n  /** @type {y} */ (z);\n  /**\n   * c */\n  w();\n") == (
         "const x = 1; // b\n/** @type {y} */ (z);\nw();\n"
     )
 

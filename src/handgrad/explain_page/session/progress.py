@@ -31,7 +31,7 @@ class Progress:
         elif self._back:
             self._block = self.blocks - 1
 
-    def report(self, better: Better | None) -> Report:
+    def report(self, better: list[Better]) -> Report:
         """Return which pass is in which block, and the share of the work that is done."""
         back, block = (self._back, self._block) if self.busy else (False, 0)
         done = (self.blocks - 1 - block if back else block) / self.blocks

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -108,7 +108,8 @@ class Session:
         self.model, self.tokenizer, self.name, self.note, self.text = model.eval(), tokenizer, name, note, text
         self.python = python  # lines that define `model`
         self.command = command  # that serves the page of this model; "" if no command does
-        self.better: Better | None = None  # a model that is being prepared
+        self.better: list[Better] = []  # models that know more
+        self.download: Callable[[], None] = _nothing_to_download  # starts what `better` offers
         self.network = Network(model)
         self.stations: list[Station] = stations_of(model, self.network)
         self.by_id = {station.id: station for station in self.stations}
@@ -296,6 +297,10 @@ class Session:
             if self._loaded[0] == number:
                 self._loaded = (0, {})
             del self._versions[number]
+
+
+def _nothing_to_download() -> None:
+    raise HandgradError("this page has no model to download")
 
 
 def _shrink(cache: "OrderedDict[Any, Any]", budget: int, most: int = MAX_IDS, least: int = 1) -> None:
