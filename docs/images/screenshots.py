@@ -6,7 +6,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
 
-from handgrad.cli.explain import DEFAULT, TEXT, TEXTS, train_small_model, choose
+from handgrad.cli.explain import DEFAULT, TEXT, TEXTS, choose, train_small_model
 from handgrad.explain_page.server import Server
 from handgrad.explain_page.session.session import Session
 

@@ -13,8 +13,8 @@ from test_live import session_of as live_session
 from tiny_session import LLAMA, TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain_page import export as exporting
 from handgrad.cli.explain import explain
+from handgrad.explain_page import export as exporting
 from handgrad.explain_page.export import as_text, bundle
 from handgrad.explain_page.folder import Shown, base_files, export_folder, packed, short, without_repetition
 from handgrad.explain_page.page_files import asset, served

@@ -56,7 +56,7 @@ def offer_download(session: "Session", lora: int, beside: ExitStack) -> None:
 
     def start() -> None:
         if offer["download"]:
-            offer.update(text=f"SmolLM2 is being downloaded ({amount}).", url=None, download=False)
+            offer.update({"text": f"SmolLM2 is being downloaded ({amount}).", "url": None, "download": False})
             command = [sys.executable, "-c", FETCH, DEFAULT]
             _prepare(offer, command, "SmolLM2", lambda: make_session(choose(DEFAULT), None, lora), beside, again=True)
 
@@ -83,10 +83,10 @@ def _prepare(
         _, problem = process.communicate()
         if process.returncode:
             reason = (problem.strip().splitlines() or ["it was stopped"])[-1]
-            line.update(text=f"{name} is not available: {reason}.", url="", download=again)
+            line.update({"text": f"{name} is not available: {reason}.", "url": "", "download": again})
             return
         url = beside.enter_context(Server(session()))
         out.print(f"{name} is ready: {url}", highlight=False, soft_wrap=True)
-        line.update(text=f"{name} is ready.", url=url)
+        line.update({"text": f"{name} is ready.", "url": url, "download": False})
 
     Thread(target=follow, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The page as a folder of static files: models and sentences that were chosen before, for a website or to open from the disk.
+"""The page as a folder of static files, for a website or to open from the disk: models, and sentences chosen before.
 
     index.html, style.css, views.css, page.js        the page, and in index.html what the folder contains
     data/smollm2/table.js, learn.js                  what does not depend on the sentence
@@ -70,7 +70,7 @@ def _write_live(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
     """Write a model, and the program that computes with it."""
     session = shown.session
     session.text = next(iter(shown.texts), session.text)
-    _write_part(data, f"{_part_of(session)}/model", {"data": model_as_text(session)})
+    _write_part(data, f"{_folder_of(session)}/model", {"data": model_as_text(session)})
     program = f"function handgradProgram() {{\n{short(live_program())}\n}}\n"
     call = 'handgradAnswers("program",{source:`(${handgradProgram})();`});\n'
     (data / "program.js").write_text(program + call, encoding="utf-8")
@@ -79,10 +79,10 @@ def _write_live(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
 
 def _about(shown: Shown) -> dict[str, Any]:
     session = shown.session
-    return {"name": session.name, "folder": _part_of(session), "command": session.command, "live": shown.live}
+    return {"name": session.name, "folder": _folder_of(session), "command": session.command, "live": shown.live}
 
 
-def _part_of(session: Session) -> str:
+def _folder_of(session: Session) -> str:
     """The folder of a model, whose name may have any characters."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", session.name)
 
@@ -106,8 +106,8 @@ def _write_stored(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
         for key, answer in found.items():
             name, given = _request(key)
             requests[name] = list(given)
-            part = given.get("station") or (f"block.{given['block']}" if "block" in given else name)
-            path = f"{_part_of(session)}/{part}" if name in OF_MODEL else f"{_part_of(session)}/{number}/{part}"
+            file = given.get("station") or (f"block.{given['block']}" if "block" in given else name)
+            path = f"{_folder_of(session)}/{file}" if name in OF_MODEL else f"{_folder_of(session)}/{number}/{file}"
             parts.setdefault(path, {})[key] = answer
         for path, part in parts.items():
             _write_part(data, path, part)

@@ -13,11 +13,10 @@ function openModel(state, name) {
 
 /** @param {any} state @param {any} actions */
 export function drawChoices(state, actions) {
-  const named = (/** @type {string} */ name) => [name, name];
   render(find("chosen-model"), models.length < 2
     ? []
     : [h("label", { for: "models" }, "Model"),
-       select({ id: "models", value: model }, models.map(named), (name) => openModel(state, name))]); // prettier-ignore
+       select({ id: "models", value: model }, models.map(({ name, text }) => [name, text]), (name) => openModel(state, name))]); // prettier-ignore
   if (!sentences) return;
   find("sentence-form").classList.add("chosen");
   const choose = (/** @type {string} */ text) => {

@@ -2,6 +2,7 @@
 // Answers that a folder contains, as folder.py writes it: for each model some sentences, in parts that are loaded when they
 // are needed. A part is a script, because a page from the disk may not fetch.
 
+import { count } from "./format.js";
 import { live } from "./live.js";
 import { RequestError } from "./request_error.js";
 import { absent, keyOf } from "./stored.js";
@@ -68,7 +69,9 @@ const whole = ({ texts, ...table }) => ({
 export function folder(models, name) {
   const model = models.find((one) => one.name === name) ?? models[0];
   const { requests, sentences, command } = model;
-  const choice = { models: models.map((one) => one.name), model: model.name };
+  const about = (/** @type {Model} */ one) =>
+    `${one.name}, ${one.live ? "any sentence" : count(one.sentences.length, "sentence")}`;
+  const choice = { models: models.map((one) => ({ name: one.name, text: about(one) })), model: model.name };
   if (model.live) {
     const loaded = Promise.all([load("program"), load(`${model.folder}/model`)]);
     return { ...live(loaded.then((found) => Object.assign({}, ...found))), ...choice };
