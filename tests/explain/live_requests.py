@@ -113,6 +113,8 @@ def mistakes(session: Session, text: str) -> Iterator[Request]:
     yield "sentence", {"text": "x"}
     yield "sentence", {"text": "to be " * 20}
     yield "sentence", {"text": "Ω is unknown"}
+    yield "sentence", {"text": "to \ud800"}
+    yield "sentence", {"text": "to be " * 700}
     yield "sentence", {"text": text, "objective": {"kind": "word"}}
     yield "sentence", {"text": text, "objective": {"kind": "position"}}
     yield "sentence", {"text": text, "objective": {"kind": "position", "position": 12}}

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 Path = tuple[str | int, ...]
 NUMBER = re.compile(r"⟦(-?[\d.e+-]+|-?inf|nan)%?⟧")
 OWN = ("id",)  # of a sentence: each side has its own
@@ -30,11 +33,12 @@ def differences(ours: Any, theirs: Any, tolerance: float) -> list[str]:
         x, y = left[path], right[path]
         if path[-2:] == ("id", "words"):
             continue
-        if _is_number(x) and _is_number(y) and (isinstance(x, float) or isinstance(y, float)):
-            allowed = tolerance * max(sizes[kind] for kind in _kinds(path) if kind in sizes)
-            if "drawn" in path:  # a cell may be rounded to the next of 127 steps
-                allowed += 1.01 * sizes[_kind((*path[: path.index("drawn")], "scale"))] / 127
-            if abs(x - y) > allowed:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):  # a cell may be rounded to the next of 127 steps
+            allowed = (tolerance + 1.01 / 127) * sizes[_kind((*path[:-1], "scale"))]
+            if x.shape != y.shape or (x - y).abs().max() > allowed:
+                wrong.append(f"{path}: {x} and {y}")
+        elif _is_number(x) and _is_number(y) and (isinstance(x, float) or isinstance(y, float)):
+            if abs(x - y) > tolerance * max(sizes[kind] for kind in _kinds(path) if kind in sizes):
                 wrong.append(f"{path}: {x} and {y}")
         elif x != y:
             wrong.append(f"{path}: {x!r} and {y!r}")
@@ -44,11 +48,12 @@ def differences(ours: Any, theirs: Any, tolerance: float) -> list[str]:
 def _leaves(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value by its path."""
     if isinstance(x, dict):
-        if "pool" in x:
-            x = {**x, "q": "", "drawn": _cells(x)}
         yield (*path, "fields"), sorted(x)
         for name, value in x.items():
-            yield from _leaves(value, (*path, name))
+            if name == "q" and "pool" in x:
+                yield (*path, name), _cells(x)
+            else:
+                yield from _leaves(value, (*path, name))
     elif isinstance(x, list):
         yield (*path, "length"), len(x)
         for i, value in enumerate(x):
@@ -63,9 +68,9 @@ def _leaves(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, x
 
 
-def _cells(picture: dict[str, Any]) -> list[float]:
-    q = base64.b64decode(picture["q"])
-    return [(x - 256 if x > 127 else x) * picture["scale"] / 127 for x in q]
+def _cells(picture: dict[str, Any]) -> Tensor:
+    steps = torch.frombuffer(bytearray(base64.b64decode(picture["q"])), dtype=torch.int8)
+    return steps.double() * picture["scale"] / 127
 
 
 def _is_number(x: Any) -> bool:

@@ -18,6 +18,7 @@ import handgrad as hg
 from conftest import ROUNDING, need_node, perturb
 from handgrad import paper
 from handgrad.errors import HandgradError
+from handgrad.explain_page import engine_data as engine_module
 from handgrad.explain_page.engine_data import check_config, data_of_run, engine_data
 from handgrad.explain_page.export import bundle
 from handgrad.explain_page.page_files import asset, served
@@ -157,6 +158,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         "task": "checks",
         "objective": {**OBJECTIVES["difference"], "position": 5},
     }
+    cases["docs"] = {"task": "docs", "model": "tied"}
     cases |= messages(tied)
     write_versions(folder)
     for fault in FAULTS:
@@ -220,7 +222,16 @@ def write_versions(folder: Path) -> None:
         f"(() => {{ {bundle(f'engine/{name}.js')}\nreturn engine_{name}Module; }})()"
         for name in ("transformer", "weights")
     ]
+    (folder / "example.js").write_text(example(), encoding="utf-8")
     (folder / "bundle.js").write_text(f"export default {{ ...{', ...'.join(scopes)} }};", encoding="utf-8")
+
+
+def example() -> str:
+    """The lines of the documentation, which also print the first entry of everything that they name."""
+    page = (Path(__file__).parents[2] / "docs" / "explain-engine.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```js\n(.*?)^```", page, re.M | re.S)
+    shown = re.sub(r"^(trace\.|check_|identities|run\()(.*?);", r"shown.push(\1\2);", code, flags=re.M)
+    return f"export const shown = [];\n{shown}"
 
 
 def matrix(x: Any) -> torch.Tensor:
@@ -234,14 +245,19 @@ def compared(answer: Answers, expected: Mapping[str, torch.Tensor], limit: float
     """Every tensor of a trace and nothing else, each relative to the largest of its kind or to a share of it."""
     assert "error" not in answer, answer
     assert answer["values"].keys() == expected.keys()
-    kinds = re.compile(r"(^|\.)(delta_|grad_|)")
-    for kind in ("delta_", "grad_", ""):
-        names = [name for name in expected if kinds.search(name.rpartition(".")[2])[2] == kind]  # type: ignore[index]
+    for kind in ("delta", "grad", "a"):
+        names = [name for name in expected if kind_of(name) == kind]
         largest = max((expected[name].abs().max().item() for name in names), default=0.0)
         for name in names:
             ours = matrix(answer["values"][name]).view(expected[name].shape)
             error = relative_error(ours, expected[name], ENTRY_FLOOR * largest)
             assert error <= limit, f"{name}: {error:.1e}"
+
+
+def kind_of(name: str) -> str:
+    """delta or grad; a of everything else"""
+    kind = name.rpartition(".")[2].partition("_")[0]
+    return kind if kind in ("delta", "grad") else "a"
 
 
 def edit(rows: list[int], columns: list[int], factor: float, head: int | None = None) -> Any:
@@ -311,7 +327,7 @@ def test_edits(answers: Answers, which: str) -> None:
 def test_a_forward_pass_alone(answers: Answers) -> None:
     found = answers["forward only"]
     whole = traced("tied", edits="forward")
-    compared(found, {name: x for name, x in whole.items() if not re.search(r"(^|\.)(delta|grad)_", name)})
+    compared(found, {name: x for name, x in whole.items() if kind_of(name) == "a"})
     assert found["value"] == pytest.approx(whole.loss, rel=LIMIT) and found["grads"] == {}
 
 
@@ -323,7 +339,7 @@ def test_steps(answers: Answers) -> None:
     for (optimizer, rate), taken in zip(STEPS, found["taken"], strict=True):
         made = take_step(session, sentence, rate, optimizer)
         for name in ("loss", "predicted", "measured"):
-            assert taken[name] == pytest.approx(made[name], rel=LIMIT, abs=LIMIT), (optimizer, rate)  # type: ignore[literal-required]
+            assert taken[name] == pytest.approx(made[name], rel=LIMIT, abs=LIMIT), (optimizer, rate)
         sentence = session.find(made["id"])
     weights = session.version(sentence.version).weights
     for name, p in model.named_parameters():
@@ -342,7 +358,7 @@ def test_the_checks_pass(answers: Answers) -> None:
         shape = shape if shape in SHAPES else "tied"
         every = [*found["signals"], *found["parameters"], found["together"], *found["identities"]]
         assert [x for x in every if not x["passed"]] == [], case
-        assert {x["name"] for x in found["signals"]} == {name for name in traced(shape) if "delta_" in name}
+        assert {x["name"] for x in found["signals"]} == {name for name in traced(shape) if kind_of(name) == "delta"}
         names = {name for name, _ in make_model(**SHAPES[shape]).named_parameters()}
         assert {x["name"] for x in found["parameters"]} == names
         for x in found["signals"]:
@@ -364,6 +380,16 @@ def test_the_checks_find_a_broken_formula(answers: Answers, fault: str) -> None:
 
 def test_as_one_script(answers: Answers) -> None:
     assert answers["bundle"] == answers["tied, sentence"]
+
+
+def test_the_example_of_the_documentation(answers: Answers) -> None:
+    value, delta, rho, gradient, edited, signal, parameters, identities = answers["docs"]
+    expected = traced("tied", "position")
+    assert value == pytest.approx(expected.loss)
+    assert torch.allclose(matrix(delta), expected["blocks.1.delta_5"])
+    assert torch.allclose(matrix(rho), expected["blocks.0.rho"][1])
+    assert torch.allclose(matrix(gradient), expected["grad_w_tok"])
+    assert edited != value and all(x["passed"] for x in (signal, parameters, *identities))
 
 
 def test_characters(answers: Answers) -> None:
@@ -424,12 +450,18 @@ def test_the_data_of_a_run(tmp_path: Path) -> None:
     assert data_of_run(tmp_path / "model") == engine_data(model, known)
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = characters()
     with pytest.raises(HandgradError, match="is of the family llama"):
         check_config(hg.preset("nano-llama"))
     with pytest.raises(HandgradError, match="does not compute window=4"):
         check_config(hg.preset("nano", window=4))
+    assert {hg.preset("nano", **{**SMALL, **shape}).activation for shape in SHAPES.values()} == {
+        *engine_module.ACTIVATIONS
+    }
+    with monkeypatch.context() as patch, pytest.raises(HandgradError, match="does not compute activation='gelu_tanh'"):
+        patch.setattr(engine_module, "ACTIVATIONS", ("relu",))
+        check_config(hg.preset("nano"))
     with pytest.raises(HandgradError, match="this model reads bytes by 256 ids: train one with tokenizer='chars'"):
         engine_data(make_model(n_vocab=256), tokenizer.make("bytes", ()))
     with pytest.raises(HandgradError, match="this model reads characters by 13 ids"):

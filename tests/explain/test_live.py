@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from live_requests import Request, requests
+from live_requests import Request, requests, sentences
 from same_answers import differences
 from tiny_session import TEXT, perturb
 
@@ -46,9 +46,9 @@ KEYS = "each column of Δ_k sums to 0, so "  # why ∂b_k, which nothing compute
 CHARACTERS = tokenizer.make("chars", ["to be, or not?\nTO BE"])
 SHAPES: dict[str, dict[str, Any]] = {
     "nano": {"n_blocks": 2, "scale": 0.1},
-    "without biases": {
-        "n_blocks": 1, "n_heads": 2, "tied": False, "logits_bias": True, "activation": "relu", "qkv_bias": False,
-        "out_bias": False, "mlp_bias": False, "norm_bias": False, "scale": 0.4,
+    "another form": {
+        "n_blocks": 1, "n_heads": 2, "d_rho": 5, "d_head": 7, "causal": False, "tied": False, "logits_bias": True,
+        "activation": "relu", "qkv_bias": False, "out_bias": False, "mlp_bias": False, "norm_bias": False, "scale": 0.4,
     },
 }  # fmt: skip
 
@@ -68,7 +68,7 @@ def answers_of_python(session: Session, asked: list[Request]) -> list[Any]:
             found.append(course_view(session, {}, grading=False))
             continue
         if name == "table":
-            found.append(json.loads(json.dumps({**table(session), "autograd": False})))
+            found.append(json.loads(json.dumps({**table(session), "torch": False})))
             continue
         route = ROUTES[name]
         complete = {p.name: p.default for p in route.parameters()} | named
@@ -97,6 +97,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
     program.write_text(bundle("live/serve.js") + (Path(__file__).parent / "js" / "run_live.js").read_text())
     sessions = {name: session_of(**shape) for name, shape in SHAPES.items()}
     wanted = [requests(session, TEXT) for session in sessions.values()]
+    first = len(sentences(TEXT))
+    wanted[1] = [r for i, r in enumerate(wanted[1]) if i < first or r[1].get("id", "@0") == "@0"]
     wanted[0] += [("proof", {"id": "@0", "station": s.id}) for s in sessions["nano"].stations]
     models = [{"data": live_data(s), "requests": r} for s, r in zip(sessions.values(), wanted, strict=True)]
     given = json.dumps({"models": models})

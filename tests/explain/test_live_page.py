@@ -1,6 +1,7 @@
 """A file with the model: in a browser it takes any sentence and step, without a server."""
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from page_helpers import Open, check_accessibility, expect_all_proven, go, number
@@ -44,7 +45,7 @@ def test_the_page_is_live_without_a_server(open_page: Open, tmp_path: Path) -> N
     page.click("[data-choice=sentence]")
     expect(page.locator("#objective")).to_contain_text("the mean loss")
 
-    go(page, "station/blocks.1.a_7/backward")
+    go(page, f"station/blocks.1.a_7/backward?text={quote(OTHER)}")
     figure = page.locator("figure.heat", has=page.locator('canvas[data-name="blocks.1.grad_w_6"]'))
     figure.locator("canvas[data-name]").click(position={"x": 90, "y": 40})
     expect(page.locator("#follow h3")).to_contain_text("∂w_6")

@@ -19,6 +19,7 @@ CHOICES = (
     "n_vocab", "n_context", "d_model", "n_heads", "n_blocks", "d_hidden", "d_rho", "d_head", "activation", "eps", "tied",
     "logits_bias", "key_bias", "causal", "qkv_bias", "out_bias", "mlp_bias", "norm_bias",
 )  # fmt: skip
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "relu2")  # of assets/engine/activation.js
 EXACT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose numbers float32 has
 
 
@@ -98,6 +99,7 @@ def check_config(config: ModelConfig) -> None:
         )
     plain = ModelConfig(**{name: getattr(config, name) for name in CHOICES})
     others = [name for name, value in vars(config).items() if value != getattr(plain, name)]
+    others += [] if config.activation in ACTIVATIONS else ["activation"]
     if others:
         raise HandgradError(
             f"the browser's engine does not compute {others[0]}={getattr(config, others[0])!r}: choose a model without it"

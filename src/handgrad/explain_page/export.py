@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import HandgradError
@@ -190,16 +191,17 @@ def bundle(first: str = "page.js") -> str:
     for name in modules(first):
         code = asset(name)
         exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
-        code = IMPORT.sub(lambda found, name=name: _constant(found[1], imported(name, found[2])), code)
+        code = IMPORT.sub(partial(_constant, name), code)
         code = re.sub(r"^export ", "", code, flags=re.M)
         parts.append(f"const {_variable(name)} = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
     return "\n".join(parts).replace("</script", "<\\/script")
 
 
-def _constant(names: str, module: str) -> str:
+def _constant(name: str, found: re.Match[str]) -> str:
     """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;
     import * as x from "./x.js"; → const x = xModule;"""
-    return f"const {names.removeprefix('* as ').replace(' as ', ': ')} = {_variable(module)};"
+    names, path = found.groups()
+    return f"const {names.removeprefix('* as ').replace(' as ', ': ')} = {_variable(imported(name, path))};"
 
 
 def _variable(name: str) -> str:

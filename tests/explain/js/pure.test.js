@@ -101,13 +101,13 @@ test("checks that still run are not called verified", () => {
 
 test("finite differences that are not computed are not claimed", () => {
   const stations = [{ id: "a_11", kind: "norm", block: null }, { id: "blocks.1.a_6", kind: "norm", block: 1 }];
-  const at = (state) => stopOf(7, { table: { stations, autograd: true }, proofs: { "blocks.1.a_6": { passed: true, state } } }).text;
+  const at = (state) => stopOf(7, { table: { stations, torch: true }, proofs: { "blocks.1.a_6": { passed: true, state } } }).text;
   assert.deepEqual(["done", "autograd"].map((state) => /finite differences/.test(at(state))), [true, false]);
   assert.match(aboutChecks({ state: "done" }, true), /autograd and with finite differences of/);
   assert.match(aboutChecks({ state: "autograd" }, true), /autograd\. Finite differences were not computed\. /);
   assert.doesNotMatch(note(false), /autograd/); // of a page that computes itself
   assert.doesNotMatch(aboutChecks({ state: "done" }, false), /compared with torch's autograd/);
-  assert.doesNotMatch(stopOf(7, { table: { stations, autograd: false }, proofs: null }).text, /automatic differentiation/);
+  assert.doesNotMatch(stopOf(7, { table: { stations, torch: false }, proofs: null }).text, /automatic differentiation/);
   assert.doesNotMatch(note(true), /so far/); // in a file nothing follows
 });
 

@@ -43,6 +43,11 @@ const TASKS = {
     });
     return { taken, weights: entries(model.weights) };
   },
+  async docs(engine, { data }) {
+    globalThis.fetch = async () => ({ json: async () => data });
+    const { shown } = await import(pathToFileURL(`${folder}/example.js`).href);
+    return shown.map((x) => (x.data ? plain(x) : x));
+  },
   step_of_forward: ({ run, takeStep }, { model, ids }) => takeStep(run(model, ids, { forwardOnly: true }), 0.1),
   checks({ run, normal, signals, check_signal, check_parameters, identities }, { model, ids, objective, only }) {
     const trace = run(model, ids, { objective });
@@ -72,7 +77,7 @@ for (const [key, { version = "engine", task, model, ...given }] of Object.entrie
     const engine = version === "bundle" ? (await import(pathToFileURL(`${folder}/bundle.js`).href)).default : await load(version);
     const made = model === undefined ? {} : engine.readModel(models[model]);
     if (given.text !== undefined && made.tokenizer) given.ids = made.tokenizer.encode(given.text);
-    answers[key] = TASKS[task](engine, { ...given, model: made.model });
+    answers[key] = await TASKS[task](engine, { ...given, model: made.model, data: models[model] });
   } catch (error) {
     answers[key] = { error: error.message, kind: error.constructor.name };
   }

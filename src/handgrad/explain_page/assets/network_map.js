@@ -77,7 +77,7 @@ export function drawMap(nav, state, actions) {
         ),
       ),
     ),
-    h("p.map-note", note(table.autograd)),
+    h("p.map-note", note(table.torch)),
   ]);
   drawLines(nav, lengths, table.stations);
   if (moved) scrollTo(nav);

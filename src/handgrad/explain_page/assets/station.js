@@ -56,7 +56,7 @@ export const stationView = {
       heading(station, state, actions),
       h("p.summary", { key: "summary" }, station.summary),
       formulas(station, state, view),
-      proofCard(state.proof, state.table.autograd),
+      proofCard(state.proof, state.table.torch),
       station.id === "a_0" ? swapTable(view, swaps, state) : null,
       station.id === "loss" ? lossCard(view, state, actions) : null,
       head ? attentionCard(head, state, actions, labels) : null,

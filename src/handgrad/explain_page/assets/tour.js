@@ -85,7 +85,7 @@ const STOPS = [
     text: (/** @type {any} */ { table, proofs }, /** @type {string} */ station) =>
       "The badge is a measurement: on this sentence, the formula is compared " +
       [
-        table.autograd ? "with automatic differentiation" : "",
+        table.torch ? "with automatic differentiation" : "",
         proofs?.[station]?.state === "autograd" ? "" : "with finite differences, which use no formula at all",
       ]
         .filter(Boolean)

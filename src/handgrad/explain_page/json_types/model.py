@@ -60,7 +60,7 @@ class Table(TypedDict):
     optimizers: dict[str, str]
     lora: bool
     large: bool
-    autograd: bool  # whether the checks compare with torch's autograd
+    torch: bool  # whether it is there: its gradients are compared with ours
     errata: dict[str, str]
     code: dict[str, str]
     stations: list[StationEntry]

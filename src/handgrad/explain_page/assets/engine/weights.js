@@ -11,9 +11,10 @@ import { Tokenizer } from "./tokenizer.js";
 /** @param {EngineData} data */
 export function readModel({ config, vocabulary, weights }) {
   const read = Object.entries(weights).map(([name, { rows, cols, float32 }]) => {
-    const bytes = Uint8Array.from(atob(float32), (x) => x.charCodeAt(0));
-    const view = new DataView(bytes.buffer);
-    const data = Float64Array.from({ length: rows * cols }, (_, i) => view.getFloat32(4 * i, true));
+    const text = atob(float32);
+    const bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    const data = new Float64Array(new Float32Array(bytes.buffer)); // all browsers run where the low byte is first
     return /** @type {const} */ ([name, matrix(rows, cols, data)]);
   });
   return { model: loadModel(config, new Map(read)), tokenizer: new Tokenizer(vocabulary) };

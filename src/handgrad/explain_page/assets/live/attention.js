@@ -65,7 +65,7 @@ export function atHead(session, sentence, { block, head }) {
 /** The part of Δ_3 that belongs to a head. @param {Session} session @param {Traced} sentence @param {number} block
  * @param {number} head */
 function signalOf({ config }, { trace }, block, head) {
-  const width = config.d_model / config.n_heads;
+  const width = config.d_head;
   return columns(trace.get(`blocks.${block}.delta_3`), head * width, (head + 1) * width);
 }
 

@@ -32,6 +32,7 @@ export function attribution(session, sentence, { position, word, against, steps 
     throw new RequestError("the last token has no target: choose the word that could follow it");
   const target = word === undefined ? targets[position] : tokenId(session, word);
   const rival = against === undefined ? null : tokenId(session, against);
+  if (!session.config.causal) throw new RequestError("attribution needs a causal model (causal=True)");
   const found = attribute(session, sentence.version, ids.slice(0, position + 1), target, rival, steps);
   const labels = [...ids.slice(0, position + 1), target].map((id) => session.tokenText(id));
   const rows = range(position + 1).map((t) => ({

@@ -35,7 +35,7 @@ function compare(session, one, other) {
   if (String(one.ids) !== String(other.ids) && differs)
     text +=
       ` The first ${differs} tokens are equal` +
-      (one.version === other.version ? ", and so are their activations, up to rounding." : ".");
+      (session.config.causal && one.version === other.version ? ", and so are their activations, up to rounding." : ".");
   text += furthest.a
     ? ` The activations differ most at “${title}${block === null ? "" : ` of block ${block + 1}`}”: by` +
       ` ${percent(furthest.a)} of their length.`

@@ -27,8 +27,8 @@ export function rule(t, cell) {
     return answer("the softmax of the row of scores", product([value]));
   }
   if (last === "score")
-    return answer("query · key / √d_ρ", product([row(t, `${here}q`, i, head), row(t, `${here}k`, j, head)], 1 / Math.sqrt(t.width)));
-  if ("qkv".includes(last)) return weighted(t, `${here}a_2`, here, last, i, (head ?? 0) * t.width + j);
+    return answer("query · key / √d_ρ", product([row(t, `${here}q`, i, head), row(t, `${here}k`, j, head)], 1 / Math.sqrt(t.width("q"))));
+  if ("qkv".includes(last)) return weighted(t, `${here}a_2`, here, last, i, (head ?? 0) * t.width(last) + j);
   if (kind === "w" || kind === "b") return answer("a parameter of the model");
   return answer(kind === "sigma" ? "a statistic of the row" : "a token");
 }
@@ -52,7 +52,8 @@ const RULES = {
 
   attention(t, step, { row: i, column: j }) {
     const here = hereOf(step),
-      [h, c] = [Math.floor(j / t.width), j % t.width],
+      width = t.width("v"),
+      [h, c] = [Math.floor(j / width), j % width],
       seen = t.seen(i);
     const every = product([row(t, `${here}rho`, i, h), column(t, `${here}v`, c, h)]);
     return answer(`attention weights · values${masked(t, seen)}`, only(every, seen));

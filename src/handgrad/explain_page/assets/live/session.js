@@ -13,8 +13,8 @@ import { grouped } from "./notation.js";
 import { SENTENCE } from "./objectives.js";
 
 const MAX_TEXT_BYTES = 4000; // as session.py
-const TRACES = 12; // most traces and
-const VERSIONS = 24; // most versions in memory; the newest are kept
+const TRACES = 6; // most traces and
+const VERSIONS = 8; // most versions in memory; the newest are kept
 
 /**
  * @typedef {import("../engine/matrix.js").Matrix} Matrix

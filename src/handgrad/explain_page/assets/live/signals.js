@@ -54,11 +54,12 @@ const RULES = {
       sums = [];
     for (const letter of "qkv") {
       const name = `${here}w_${letter}`,
-        weights = rowOf(t.get(name), j);
+        weights = rowOf(t.get(name), j),
+        width = t.width(letter);
       for (const h of range(t.session.config.n_heads)) {
-        const from = h * t.width;
+        const from = h * width;
         const cell = (/** @type {number} */ k) => cellOf(name, j, from + k);
-        sums.push(product([row(t, `${here}delta_${letter}`, i, h), number(weights.slice(from, from + t.width), "", cell)]));
+        sums.push(product([row(t, `${here}delta_${letter}`, i, h), number(weights.slice(from, from + width), "", cell)]));
       }
     }
     return answer("Δ of queries, keys and values · rows of their weights", ...sums);
@@ -117,11 +118,12 @@ function derivative(t, step, i, j) {
 /** @param {Tensors} t @param {Cell} cell @param {string} here @returns {Answer} */
 function scores(t, { name, row: i, column: j, head }, here) {
   const h = head ?? 0,
-    from = h * t.width;
+    width = t.width("v"),
+    from = h * width;
   if (name.endsWith("delta_raw"))
-    return answer("Δ_causal / √d_ρ", product([one(t, `${here}delta_causal`, i, j, h)], 1 / Math.sqrt(t.width)));
+    return answer("Δ_causal / √d_ρ", product([one(t, `${here}delta_causal`, i, j, h)], 1 / Math.sqrt(t.width("q"))));
   const [out, delta] = [`${here}a_3`, `${here}delta_3`];
-  const part = (/** @type {string} */ x) => rowOf(t.get(x), i).slice(from, from + t.width);
+  const part = (/** @type {string} */ x) => rowOf(t.get(x), i).slice(from, from + width);
   const sent = number(part(delta), "", (k) => cellOf(delta, i, from + k));
   const own = part(out),
     difference = rowOf(t.get(`${here}v`, h), j).map((x, k) => x - own[k]);
@@ -144,7 +146,7 @@ function queries(t, { name, row: i, column: j, head }, here) {
   const [formula, factors] =
     letter === "k"
       ? ["Δ_rawᵗ · queries", [column(t, `${here}delta_raw`, i, h), column(t, `${here}q`, j, h)]]
-      : [`ρᵗ · ${symbol(delta)}`, [column(t, `${here}rho`, i, h), column(t, delta, h * t.width + j)]];
+      : [`ρᵗ · ${symbol(delta)}`, [column(t, `${here}rho`, i, h), column(t, delta, h * t.width("v") + j)]];
   return answer(formula + masked(t, seeing), only(product(factors), seeing));
 }
 
@@ -156,7 +158,7 @@ function gradient(t, { row: i, column: j }, here, symbol) {
   if (n === "tok" || n === "pos") return table(t, n, i, j);
   const step = t.network.holder(here, n);
   const delta = "qkv".includes(n)
-    ? column(t, `${here}delta_${n}`, j % t.width, Math.floor(j / t.width))
+    ? column(t, `${here}delta_${n}`, j % t.width(n), Math.floor(j / t.width(n)))
     : column(t, signalsOf(step)[0], j);
   if (letter === "b") return answer("Δ, summed over the tokens", product([delta]));
   if (step.kind === "norm")

@@ -134,10 +134,10 @@ function parameterOf(session, sentence, { symbol, gradient }) {
 
 /** Whether what is explained depends on a row of this station: at the end, on the rows whose targets it reads; before each
  * attention, on all rows that these can see. @param {Session} session @param {Traced} sentence @param {Station} station */
-function dependsOn({ stations }, { ids, objective }, station) {
+function dependsOn({ stations, config }, { ids, objective }, station) {
   const { position } = objective;
   const above = stations.slice(stations.indexOf(station) + 1).some((after) => after.kind === "attention");
-  const last = position ?? ids.length - 2;
+  const last = above && !config.causal ? ids.length - 1 : (position ?? ids.length - 2);
   return (/** @type {number} */ row) => (above || position === undefined ? row <= last : row === last);
 }
 

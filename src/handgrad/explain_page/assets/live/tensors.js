@@ -28,7 +28,6 @@ export class Tensors {
     this.trace = sentence.trace;
     this.network = session.network;
     this.n = sentence.ids.length;
-    this.width = session.config.d_model / session.config.n_heads; // of a head
     /** @type {Map<string, Matrix>} */ this.made = new Map();
   }
 
@@ -78,13 +77,19 @@ export class Tensors {
     return this.trace.has(`${here}grad_b_${letter}`);
   }
 
+  /** The columns of a head of q, k or v. @param {string} letter */
+  width(letter) {
+    const { d_rho, d_head } = this.session.config;
+    return letter === "v" ? d_head : d_rho;
+  }
+
   /** The tokens that attention at token i sees. @param {number} i */
   seen(i) {
-    return range(i + 1);
+    return range(this.session.config.causal ? i + 1 : this.n);
   }
 
   /** The tokens whose attention sees token j. @param {number} j */
   seeing(j) {
-    return range(this.n).slice(j);
+    return range(this.n).slice(this.session.config.causal ? j : 0);
   }
 }

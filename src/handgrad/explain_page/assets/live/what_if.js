@@ -62,7 +62,7 @@ function placeOf(session, sentence, { kind, block, edge, ...where }) {
     return { ...both, includes: (_, column) => column === j, index: `:, ${j}`, label: `neuron ${j} ${inBlock}` };
   }
   const h = number("head", config.n_heads),
-    width = config.d_model / config.n_heads;
+    width = config.d_head;
   if (kind === "head") {
     const [from, to] = [h * width, (h + 1) * width];
     const includes = (/** @type {number} */ _, /** @type {number} */ column) => column >= from && column < to;
@@ -102,7 +102,7 @@ function predicted({ config }, { trace }, place) {
   const x = trace.get(place.a, place.head);
   let delta = trace.get(place.signal);
   if (place.head !== undefined) {
-    const [width, h] = [config.d_model / config.n_heads, place.head];
+    const [width, h] = [config.d_head, place.head];
     delta = product(columns(delta, h * width, (h + 1) * width), turned(trace.get(place.a.replace("rho", "v"), h))); // Δ_ρ = Δ_3 vᵗ
   }
   let change = 0;
@@ -201,7 +201,7 @@ const NEURONS = 5;
 /** The predicted change for every head and skip connection, and for the neurons of each block with the largest.
  * @param {Session} session @param {Traced} sentence */
 export function effects(session, { trace }) {
-  const { n_blocks: blocks, n_heads: heads, d_model } = session.config,
+  const { n_blocks: blocks, n_heads: heads, d_head: width } = session.config,
     { network } = session;
   const byColumn = (/** @type {[string, string]} */ [a, delta]) => {
     const parts = times(trace.get(a), trace.get(delta)),
@@ -210,7 +210,6 @@ export function effects(session, { trace }) {
     return found;
   };
   const product = (/** @type {string[]} */ names) => `-(${names.map((name) => `trace[f'blocks.{b}.${name}']`).join(" * ")})`;
-  const width = d_model / heads;
   const change = range(blocks).map((b) => {
     const here = `blocks.${b}.`,
       mixed = byColumn([`${here}a_3`, `${here}delta_3`]),
