@@ -57,7 +57,7 @@ def test_a_live_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     characters = tokenizer.make("chars", [TEXT])
     hg.save(hg.GPT(hg.preset("nano", n_vocab=characters.n_vocab, n_blocks=1, d_model=16)), tmp_path / "model")
     characters.write(tmp_path / "model")
-    explain(model=str(tmp_path / "model"), text=TEXT, html=tmp_path / "page.html", live=True)
+    explain(model=str(tmp_path / "model"), text=[TEXT], html=tmp_path / "page.html", live=True)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'id="live-model"' in page and 'embedded-answers">' not in page and str(tmp_path) not in page
     assert "page.html" in capsys.readouterr().out

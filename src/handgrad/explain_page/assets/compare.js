@@ -45,7 +45,7 @@ export const compareView = {
 async function choose(request, what, actions) {
   problem = "";
   try {
-    const { id } = await actions.busy(request());
+    const { id } = await actions.busy(request(), () => "Computing forward and backward pass of the other trace…");
     other = { id, what };
   } catch (reason) {
     problem = /** @type {Error} */ (reason).message;

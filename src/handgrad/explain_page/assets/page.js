@@ -4,8 +4,8 @@
 import { allStops, formatAddress, parseAddress } from "./address.js";
 import { get, has, post, sentences, storedId } from "./api.js";
 import { showBetter } from "./better.js";
-import { drawChoices } from "./choices.js";
-import { count, number, quote } from "./format.js";
+import { count, quote } from "./format.js";
+import { drawHeader } from "./header.js";
 import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
@@ -25,6 +25,7 @@ import { busy, setStatus } from "./status.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
+import { answersTo } from "./work.js";
 
 let newest = 0; // number of the newest sentence requested; older answers are ignored
 let tracing = /** @type {Promise<string> | null} */ (null); // the newest trace, until it ends
@@ -41,8 +42,7 @@ function redraw() {
   if (!state.overview) return;
   const restoreFocus = keepFocus();
   document.documentElement.dataset.view = state.view;
-  drawHeader();
-  drawChoices(state, actions);
+  drawHeader(state, actions);
   drawTabs(find("tabs"), state, actions);
   render(find("tokens"), tokenStrip(state, actions));
   scrollToToken(find("tokens"), state);
@@ -66,17 +66,6 @@ const failed = (view) => [
   h("p", button("try again", () => actions.retry(), { id: "retry" })),
 ];
 
-// In an exported file only the step view shows new weights; the stations show the original ones.
-function drawHeader() {
-  const last = !has("step") && state.view === "step" ? lastStep() : null;
-  const loss = last ? last.measured : state.overview.loss,
-    steps = last ? last.steps : state.overview.steps;
-  find("loss").textContent = number(loss, 4);
-  find("loss").dataset.value = loss;
-  find("steps-taken").textContent = steps ? ` after ${count(steps, "step")}` : "";
-  find("reset-weights").hidden = !steps || !has("sentence");
-}
-
 /** Load what the view needs, then draw it. @param {{ push?: boolean }} options */
 async function show({ push = true } = {}) {
   if (push) setStatus("");
@@ -98,11 +87,8 @@ async function load(key) {
   redraw(); // the map and the tabs move at once
   const panel = find(`view-${state.view}`);
   panel.setAttribute("aria-busy", "true");
-  const entries = Object.entries(currentView().needs(state)),
-    { id } = state.overview;
-  const one = async ([name, [request, parameters]]) => [name, await get(request, id, parameters)];
   try {
-    const data = Object.fromEntries(await busy(Promise.all(entries.map(one))));
+    const data = await answersTo(currentView().needs(state), state.overview.id);
     if (key === keyOf()) loaded = { key, data, problem: "" };
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
