@@ -70,6 +70,7 @@ def test_every_view_of_every_sentence_opens_from_the_disk(open_page: Open, folde
     for view in ("whatif", "compare"):
         page.click(f"#tab-{view}")
         expect(page.locator("#absent-command").last).to_have_text(f"handgrad explain --model small --text '{TEXT}'")
+    expect(page.locator("#view-compare")).to_contain_text("The model live computes this view in your browser")
     check_accessibility(page)
     page.click("#tab-station")
     for station in stored.stations[1:]:

@@ -15,6 +15,7 @@ export const absentView = (view) => ({
   /** @param {any} state @param {any} data @param {any} actions */
   draw(state, data, actions) {
     const shown = commandFor(command, state.overview.text);
+    const live = models.find((one) => one.live);
     const copy = () => navigator.clipboard.writeText(shown).then(() => actions.setStatus("The command is copied."));
     return [
       viewHead("not in this page", view.title),
@@ -25,7 +26,7 @@ export const absentView = (view) => ({
         h("p", "The answers of this page were computed before; those of this view were not. On your machine, handgrad computes them:"),
         h("pre.command", h("code", { id: "absent-command" }, shown)),
         h("div.walk", button("copy", copy, { id: "copy-command", class: "small" })),
-        models.length > 1 ? h("p.soft", "Another model of this page may have it: choose one above.") : null,
+        live ? h("p.soft", `The model ${live.name} computes this view in your browser: choose it above.`) : null,
       ),
     ];
   },

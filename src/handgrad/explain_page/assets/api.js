@@ -17,7 +17,7 @@ import { absent, stored } from "./stored.js";
  * @property {string} [command]  that shows what it has no answer to; "" if there is none
  * @property {{ id: string, text: string }[]} [sentences]  those that can be chosen, if no others are answered
  * @property {string} [model]  the one of `models` that answers
- * @property {{ name: string, text: string }[]} [models]  that can be chosen
+ * @property {{ name: string, text: string, live: boolean }[]} [models]  that can be chosen
  */
 
 /** @returns {Provider} */

@@ -71,7 +71,7 @@ export function folder(models, name) {
   const { requests, sentences, command } = model;
   const about = (/** @type {Model} */ one) =>
     `${one.name}, ${one.live ? "any sentence" : count(one.sentences.length, "sentence")}`;
-  const choice = { models: models.map((one) => ({ name: one.name, text: about(one) })), model: model.name };
+  const choice = { models: models.map((one) => ({ name: one.name, text: about(one), live: one.live })), model: model.name };
   if (model.live) {
     const loaded = Promise.all([load("program"), load(`${model.folder}/model`)]);
     return { ...live(loaded.then((found) => Object.assign({}, ...found))), ...choice };
