@@ -68,6 +68,7 @@ class Table(TypedDict):
 
 class Progress(TypedDict):
     busy: bool
+    compiling: bool  # the kernels, before the first pass on a machine
     share: float
     backward: bool
     block: int

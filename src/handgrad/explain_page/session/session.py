@@ -22,6 +22,7 @@ from torch import Tensor
 from ... import lora
 from ...errors import HandgradError
 from ...files.scratch import TensorFile
+from ...kernels import library
 from ...machine import trim_heap
 from ...model.gpt import GPT
 from ...model.inspect.layer_gradients import layer_gradients, layer_of
@@ -120,6 +121,7 @@ class Session:
         self.waiting_clients = 0  # requests being answered
         self.last_response_at = 0.0  # time.monotonic() of the last response
         self._original_weights = {name: p.data for name, p in model.named_parameters()}
+        self._compiled = False  # whether the kernels are known to be there
         self._active_version = 0
         self._loaded: tuple[int, Mapping[str, Tensor]] = (0, {})  # the version whose weights are in memory besides 0
         self._gradients: tuple[str, str, dict[str, Tensor]] = ("", "", {})  # of a layer: sentence, layer, by name
@@ -175,11 +177,20 @@ class Session:
         gradient = partial(self._gradient, id, version, targets)
         self.progress.begin()
         try:
+            self._compile()
             with self.model_at(version) as model:
                 tokens = torch.tensor([ids])
                 return trace_sentence(model, tokens, targets, objective, gradient, self.progress.record)
         finally:
             self.progress.end()
+
+    def _compile(self) -> None:
+        """Compile the kernels if this machine has none yet, so that the page can say so."""
+        if not self._compiled and not library.prepared(self.model.dtype):
+            self.progress.compiling = True
+            library.load(self.model.dtype)
+            self.progress.compiling = False
+        self._compiled = True
 
     def find(self, id: str) -> TracedSentence:
         """Return a traced sentence by its id; trace it again if the cache has dropped it."""
