@@ -27,6 +27,8 @@ def sentences(text: str) -> list[Request]:
         ("step", {"id": "@0", "lr": 60.0}),
         ("step", {"id": "@0", "lr": 1000.5}),
         ("step", {"id": "@0", "lr": 0.1, "optimizer": "Muon"}),
+        ("sentence", {"text": "to? be or not"}),  # the first character surprises most: another one is attributed
+        ("sentence", {"text": "tot"}),  # its characters attend to the first with more than 30 %
     ]
 
 
@@ -56,6 +58,8 @@ def requests(session: Session, text: str) -> list[Request]:
     for given in ATTRIBUTIONS:
         found.append(("attribution", {"id": "@0", "steps": 3, **given}))
     found += [("attribution", {"id": id, "steps": 3}) for id in ("@1", "@2")]
+    found += [("attribution", {"id": "@12", "steps": 3}), ("head", {"id": "@13", "block": 0, "head": 0})]
+    found.append(("station", {"id": "@13", "station": "loss"}))
     for name in ("a_0", "blocks.0.a_8", "delta_12", "delta_0", "swaps", "grad_w_10"):
         rows = "0:1" if name in ("a_0", "grad_w_10") else "2:9"
         found += [(route, {"id": "@1", "name": name, "rows": rows, "columns": "3:11"}) for route in ("slice", "value")]

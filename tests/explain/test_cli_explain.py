@@ -86,6 +86,7 @@ def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert choose(str(model_directory(tmp_path / "bytes", with_tokenizer=False)))[1].encode("a") == [97]
 
 
+@pytest.mark.long
 def test_the_small_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_explain, "STEPS", 2)
     monkeypatch.setattr(cli_explain, "cache_path", lambda kind, name: tmp_path / kind / name)

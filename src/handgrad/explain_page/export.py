@@ -1,5 +1,5 @@
-"""The page as one file: the same assets, with the server's answers for one sentence embedded as data. The file opens
-from disk or from an e-mail and makes no requests."""
+"""The page as one file: the same assets, with the server's answers for one sentence embedded as data, or with the model and
+the program that computes them. The file opens from disk or from an e-mail and makes no requests."""
 
 import base64
 import hashlib

@@ -24,7 +24,7 @@ for (const { data, requests } of models) {
       return error === undefined ? JSON.parse(text) : { error };
     };
     let answer = ask();
-    for (; answer.state === "measuring"; answer = ask()) await new Promise((done) => setTimeout(done));
+    for (; answer.state === "measuring"; answer = ask()) await new Promise((done) => setTimeout(done, 250)); // as the page does
     answers.push(answer);
   }
   found.push(answers);

@@ -2,6 +2,7 @@
 // Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
 
 import { has, sentences } from "./api.js";
+import { listenToLinks } from "./linked.js";
 import { find } from "./render.js";
 import { isDark, keepTheme } from "./theme.js";
 import { endTour } from "./tour.js";
@@ -20,6 +21,7 @@ export function fitSentence() {
 export function listen(state, actions, page) {
   listenToSentence(state, actions);
   listenToKeys(state, actions);
+  listenToLinks();
   addEventListener("popstate", () => showAddress(state, actions, page.readAddress));
   find("skip").onclick = (event) => {
     event.preventDefault(); // the address belongs to the view

@@ -11,6 +11,7 @@ import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { button } from "./parts.js";
+import { drawPlay, play } from "./play.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
@@ -18,6 +19,7 @@ import { RequestError } from "./request_error.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
+import { withStory } from "./story_band.js";
 import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { scrollToToken, tokenStrip } from "./tokens.js";
@@ -48,16 +50,20 @@ function redraw() {
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
   drawMap(find("map"), state, actions);
+  drawPlay(state, actions);
   const view = currentView(),
     panel = find(`view-${view.id}`);
   if (loaded.key === keyOf()) {
-    const content = loaded.problem ? failed(view) : view.draw(state, loaded.data, actions);
-    render(panel, content.filter(Boolean));
+    render(panel, (loaded.problem ? failed(view) : contentOf(view)).filter(Boolean));
     if (loaded.problem) delete panel.dataset.station;
     else Object.assign(panel.dataset, { station: state.station, sentence: state.overview.id });
   }
   restoreFocus();
 }
+
+/** A view with its sentence of the story. @param {any} view */
+const contentOf = (view) =>
+  withStory(view.draw(state, loaded.data, actions), view.id, VIEWS.map(({ id }) => id), state, loaded.data, actions);
 
 /** @param {any} view */
 const failed = (view) => [
@@ -219,6 +225,8 @@ const actions = {
   traced: () => tracing,
   show,
   preview,
+
+  play: () => play(state, actions),
 
   /** Open a view. @param {string} view */
   open(view) {

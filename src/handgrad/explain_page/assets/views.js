@@ -1,5 +1,5 @@
 // @ts-check
-// The views of the page, in the order of their tabs.
+// The views of the page, in the order of their tabs, which is that of the story.
 
 import { absentView } from "./absent_view.js";
 import { attributionView } from "./attribution.js";
@@ -16,12 +16,12 @@ import { whatIfView } from "./what_if.js";
 const ALL = [
   storyView,
   stationView,
+  attributionView,
   flowView,
   headsView,
-  attributionView,
   whatIfView,
-  compareView,
   stepView,
+  compareView,
   exercisesView,
 ];
 

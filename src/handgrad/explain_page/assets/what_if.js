@@ -5,6 +5,7 @@
 import { has } from "./api.js";
 import { filled } from "./colors.js";
 import { number, percent, quote, signed, visible } from "./format.js";
+import { headLink, tokenLink } from "./linked.js";
 import { button, caption, choice, field, figureCell, ofBlock, rowHead, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -109,6 +110,12 @@ const numbered = (/** @type {any[][]} */ neurons) =>
   Array.from({ length: Math.max(...neurons.map((row) => row.length)) }, (_, i) => `${i + 1}. neuron`);
 const values = (/** @type {any[][]} */ neurons) => neurons.map((row) => row.map((x) => x.predicted));
 
+/** What a part stands for. @param {any} part */
+function linkOf({ kind, block, head, neuron }) {
+  if (kind === "head") return headLink(block, head);
+  return kind === "neuron" ? `feature-hidden-${block}-${neuron}` : null;
+}
+
 /** A table of buttons, blocks × parts, colored by the predicted change.
  * @param {string} title @param {string[]} columns @param {number[][]} changes @param {(part: any) => void} pick
  * @param {any} about */
@@ -123,6 +130,7 @@ function grid(title, columns, changes, pick, { part, text, python, file, columnL
       "aria-pressed": String(same(chosen)),
       "aria-label": `${label}: predicted change ${signed(value)}`,
       "data-part": Object.values(chosen).join(" "),
+      "data-link": linkOf(chosen),
       "data-value": value,
       title: `${label}: ${signed(value)}`,
       style: filled("delta", (0.9 * value) / most),
@@ -187,7 +195,7 @@ function forwardResult(result) {
   const first = (m) => [...new Set([m.first_before, m.first_after])].map(quote).join(" → ");
   const rows = moves.map((m, t) =>
     tr(
-      { key: t },
+      { key: t, "data-link": tokenLink(t) },
       visible(m.token),
       h("b", visible(m.target)),
       figureCell(percent(m.before)),

@@ -111,6 +111,7 @@ class HeadBranches(TypedDict):
 
 
 class HeadSummary(TypedDict):
+    length: float  # of its output
     incoming: float
     own: float
     first: float

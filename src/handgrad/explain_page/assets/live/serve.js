@@ -1,6 +1,6 @@
 // @ts-check
-// Answers the requests that arrive at a port, one after the other, and makes the checks between them. The port is a worker's,
-// or one in the page where a browser allows no worker.
+// Answers the requests that arrive at a port, one after the other, and makes the checks while there are none. The port is a
+// worker's, or one in the page where a browser allows no worker.
 //
 //     { data }                   the model, first of all        → { ready: true }
 //     { number, name, given }    a request                      → { number, text } or { number, error, known }
@@ -10,18 +10,20 @@ import { Prover } from "./prover.js";
 import { answer } from "./routes.js";
 import { Session } from "./session.js";
 
+const IDLE = 40; // milliseconds without a request before a check
+
 /** @param {any} port */
 export function serve(port) {
   /** @type {Session} */ let session;
   /** @type {Prover} */ let prover;
-  let working = false;
+  /** @type {any} */ let next; // the timer of the next check
 
-  const work = () => {
-    working = prover.work();
-    if (working) setTimeout(work); // requests that have arrived meanwhile come first
+  const check = () => {
+    if (prover.work()) next = setTimeout(check); // requests that have arrived meanwhile come first
   };
 
   port.onmessage = ({ data: { data, number, name, given } }) => {
+    clearTimeout(next);
     if (data) {
       session = new Session(JSON.parse(data));
       prover = new Prover(session);
@@ -33,6 +35,6 @@ export function serve(port) {
       const known = reason instanceof RequestError;
       port.postMessage({ number, error: known ? reason.message : String(/** @type {any} */ (reason)?.stack ?? reason), known });
     }
-    if (!working) work();
+    next = setTimeout(check, IDLE);
   };
 }
