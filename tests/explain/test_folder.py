@@ -1,6 +1,5 @@
 """The page as a folder of static files, opened from the disk with the network off."""
 
-import json
 import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -15,8 +14,8 @@ from tiny_session import LLAMA, TEXT, make_session
 import handgrad as hg
 from handgrad.cli.explain import explain
 from handgrad.explain_page import export as exporting
-from handgrad.explain_page.export import as_text, bundle
-from handgrad.explain_page.folder import Shown, base_files, export_folder, packed, short, without_repetition
+from handgrad.explain_page.export import bundle
+from handgrad.explain_page.folder import Shown, base_files, compressed, export_folder, short
 from handgrad.explain_page.page_files import asset, served
 from handgrad.explain_page.session.session import Session
 from handgrad.explain_page.views.overview import overview, table
@@ -123,28 +122,13 @@ def test_the_first_view_is_small() -> None:
     session = make_session(**shape)
     sentence = session.sentence("The capital of ")
     parts = {
-        "table": without_repetition(dict(table(session))), "overview": overview(session, sentence),
+        "table": table(session), "overview": overview(session, sentence),
         "loss": at_station(session, sentence, session.by_id["loss"]),
         "proofs": {station.id: {"passed": True, "state": "autograd"} for station in session.stations},
     }  # fmt: skip
-    files = {**base_files([]), **{name: as_text(packed(part)) for name, part in parts.items()}}
+    files = {**base_files([]), **{name: compressed({name: part}) for name, part in parts.items()}}
     sizes = {name: len(text.encode()) for name, text in files.items()}
     assert len(session.stations) == 275 and len(sentence.ids) == 15 and sum(sizes.values()) < FIRST_VIEW, sizes
-
-
-def test_repetition_is_removed_and_put_back(stored: Session) -> None:
-    found = json.loads(json.dumps(table(make_session(n_blocks=3))))
-    less = without_repetition(found)
-    texts = less.pop("texts")
-    whole = [{**texts[station.pop("text")], **station} for station in less["stations"]]
-    assert {**less, "stations": whole} == found and len(texts) < len(whole) - 10
-    records = [{"a": [1, 2], "b": [{"c": 1}, {"c": 2}]}, {"a": [], "b": []}]
-    assert packed(records) == {
-        "fields": ["a", "b"],
-        "records": [[[1, 2], {"fields": ["c"], "records": [[1], [2]]}], [[], []]],
-    }
-    for other in ([1, 2], [{"a": 1}], [{"a": 1}, {"b": 1}], {"a": "x"}, None):
-        assert packed(other) == other
 
 
 def test_a_script_without_comments_is_the_same_script() -> None:

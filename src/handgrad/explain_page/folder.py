@@ -9,6 +9,8 @@ A page from the disk may not fetch data, nor load modules. So the modules are jo
 that calls one function with its answers; assets/folder.js inserts it when an answer of it is asked for.
 """
 
+import base64
+import gzip
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +28,6 @@ POLICY = (  # a folder on the disk is not "self" in every browser
     "default-src 'none'; img-src data:; style-src 'self' file:; script-src 'self' file:;"
     " worker-src blob:; base-uri 'none'; form-action 'none'"
 )
-OWN = ("id", "block", "reads")  # what a station does not have in common with those of other blocks
 
 
 class Shown(NamedTuple):
@@ -90,7 +91,7 @@ def _folder_of(session: Session) -> str:
 def _write_part(data: Path, path: str, answers: dict[str, Any]) -> None:
     file = data / f"{path}.js"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"handgradAnswers({as_text(path)},{as_text(packed(answers))});\n", encoding="utf-8")
+    file.write_text(f"handgradAnswers({as_text(path)},{as_text(compressed(answers))});\n", encoding="utf-8")
 
 
 def _write_stored(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def _write_stored(data: Path, shown: Shown, watch: Watch) -> dict[str, Any]:
         found = {**answers(session, sentence, watch), **pictures(session, sentence, COLUMNS[0])}
         del found["command"]
         parts: dict[str, dict[str, Any]] = {}
-        found["table"] = without_repetition({**found["table"], "text": shown.texts[0]})
+        found["table"] = {**found["table"], "text": shown.texts[0]}
         for key, answer in found.items():
             name, given = _request(key)
             requests[name] = list(given)
@@ -121,29 +122,9 @@ def _request(key: str) -> tuple[str, dict[str, str]]:
     return name, dict(pair.split("=", 1) for pair in query.split("&") if pair)
 
 
-def without_repetition(table: dict[str, Any]) -> dict[str, Any]:
-    """Replace what the stations of all blocks have in common by its number in a list; assets/folder.js puts it back."""
-    texts: list[dict[str, Any]] = []
-    stations = []
-    for station in table["stations"]:
-        own = {name: station[name] for name in OWN}
-        text = {name: value for name, value in station.items() if name not in OWN}
-        if text not in texts:
-            texts.append(text)
-        stations.append({**own, "text": texts.index(text)})
-    return {**table, "stations": stations, "texts": texts}
-
-
-def packed(x: Any) -> Any:
-    """Write the names of the fields of equal records once: [{"a": 1}, {"a": 2}] → {"fields": ["a"], "records": [[1], [2]]}.
-    assets/folder.js undoes it."""
-    if isinstance(x, dict):
-        return {name: packed(value) for name, value in x.items()}
-    if not isinstance(x, list | tuple):
-        return x
-    if len(x) > 1 and all(isinstance(one, dict) for one in x) and len({tuple(one) for one in x}) == 1:
-        return {"fields": list(x[0]), "records": [[packed(value) for value in one.values()] for one in x]}
-    return [packed(one) for one in x]
+def compressed(answers: dict[str, Any]) -> str:
+    """JSON, compressed because the formulas of every block repeat, in base64; assets/folder.js reads it."""
+    return base64.b64encode(gzip.compress(as_text(answers).encode(), mtime=0)).decode()
 
 
 def short(script: str) -> str:

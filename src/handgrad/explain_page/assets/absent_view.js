@@ -10,6 +10,7 @@ import { commandFor } from "./stored.js";
 export const absentView = (view) => ({
   id: view.id,
   title: view.title,
+  absent: true,
   needs: () => ({}),
 
   /** @param {any} state @param {any} data @param {any} actions */

@@ -62,8 +62,11 @@ function redraw() {
 }
 
 /** A view with its sentence of the story. @param {any} view */
-const contentOf = (view) =>
-  withStory(view.draw(state, loaded.data, actions), view.id, VIEWS.map(({ id }) => id), state, loaded.data, actions);
+function contentOf(view) {
+  const content = view.draw(state, loaded.data, actions),
+    views = VIEWS.filter((one) => !one.absent).map(({ id }) => id);
+  return view.absent ? content : withStory(content, view.id, views, state, loaded.data, actions);
+}
 
 /** @param {any} view */
 const failed = (view) => [
