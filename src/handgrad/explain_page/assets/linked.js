@@ -101,8 +101,12 @@ export const register = (node, draw) => void pictures.set(node, draw);
 /** Listen to the pointer and to the focus, once for the whole page. */
 export function listenToLinks() {
   const under = (/** @type {any} */ target) => target.closest?.("[data-link]")?.dataset.link.split(" ") ?? [];
-  document.addEventListener("pointerover", ({ target, pointerType }) => {
-    if (pointerType !== "touch") light(under(target)); // a touch selects
+  let at = "";
+  document.addEventListener("pointerover", ({ target, pointerType, clientX, clientY }) => {
+    const before = at;
+    at = `${clientX} ${clientY}`;
+    // a touch selects; and the page may have moved below a pointer that rests
+    if (pointerType !== "touch" && at !== before) light(under(target));
   });
   document.addEventListener("focusin", ({ target }) => {
     if (/** @type {Element} */ (target).matches(":focus-visible")) light(under(target));

@@ -188,7 +188,9 @@ const outcome = (about, ...content) =>
     content,
   );
 
-function forwardResult(result) {
+/** The change of the objective by an edit, predicted and measured, and what it does to the predictions.
+ * @param {any} result @param {string} [title] @param {string} [formula] @param {string} [prefix]  of ids */
+export function forwardResult(result, title = `Without ${result.label}`, formula = "−⟨Δ, a⟩", prefix = "change") {
   const fact = (label, text, about = {}) => h("div", h("b", about, text), h("span", label));
   const change = (id, label, value) => fact(label, signed(value, 4), { id, "data-value": value });
   const moves = result.moves.filter((m) => m.target !== null);
@@ -206,7 +208,7 @@ function forwardResult(result) {
   const head = ["after token", "target", "before", "after", "most probable"];
   return outcome(
     {
-      title: `Without ${result.label}`,
+      title,
       python: result.python,
       values: () => moves.map((m) => [m.token, m.target, m.before, m.after, m.first_after]),
       columnLabels: head,
@@ -215,8 +217,8 @@ function forwardResult(result) {
       "div.facts",
       { "aria-live": "polite" },
       fact("before", number(result.value, 4)),
-      change("change-predicted", "change predicted, −⟨Δ, a⟩", result.predicted),
-      change("change-measured", "change measured", result.measured),
+      change(`${prefix}-predicted`, `change predicted, ${formula}`, result.predicted),
+      change(`${prefix}-measured`, "change measured", result.measured),
     ),
     caption(result.caption),
     table("Predictions before and after", head, rows, { tall: true }),
