@@ -29,6 +29,8 @@ def sentences(text: str) -> list[Request]:
         ("step", {"id": "@0", "lr": 0.1, "optimizer": "Muon"}),
         ("sentence", {"text": "to? be or not"}),  # the first character surprises most: another one is attributed
         ("sentence", {"text": "tot"}),  # its characters attend to the first with more than 30 %
+        ("sentence", {"text": "be or to be, not?"}),  # what is equal is elsewhere
+        ("sentence", {"text": "to, be? o not"}),  # as long as the first, with a character more and one less
     ]
 
 
@@ -54,6 +56,7 @@ def requests(session: Session, text: str) -> list[Request]:
         found += [("compare", {"id": id, "other": other}) for other in ("@4", "@5")]
     for station in ("a_1", "blocks.0.a_3", "a_12", "loss"):
         found.append(("compare", {"id": "@0", "other": "@4", "station": station}))
+    found += patches(config.n_blocks - 1)
     found += [("follow", {"id": id, **cell}) for id in ("@0", "@2") for cell in cells(session, id)]
     for given in ATTRIBUTIONS:
         found.append(("attribution", {"id": "@0", "steps": 3, **given}))
@@ -68,6 +71,20 @@ def requests(session: Session, text: str) -> list[Request]:
         which = {"id": "@0", "name": f"blocks.0.{name}", "head": 1}
         found += [("value", {**which, "rows": "1:5", "columns": "0:4"}), ("matrix", {**which, "rows": "2,0"})]
     return found + list(mistakes(session, text))
+
+
+def patches(block: int) -> Iterator[Request]:
+    """Of every kind, from sentences of equal and of different length and from other weights, for every objective."""
+    for of in PATCHED:
+        for id, other in (("@0", "@4"), ("@2", "@12"), ("@3", "@15")):
+            yield "patch-map", {"id": id, "other": other, "of": of}
+        for at in ({}, {"position": 5}):
+            yield "patch", {"id": "@0", "other": "@4", "of": of, "block": block, **at}
+            yield "patch", {"id": "@2", "other": "@12", "of": of, "block": 0, **at}
+    for id, other in PAIRS:
+        yield "patch-map", {"id": id, "other": other}
+        for at in ({}, {"position": 2}, {"head": 1}, {"head": 0, "position": 1}):
+            yield "patch", {"id": id, "other": other, "block": block, **at}
 
 
 OF_OTHERS = [
@@ -86,6 +103,8 @@ PARTS: list[dict[str, Any]] = [
     {"kind": "neuron", "neuron": 7},
     {"kind": "weight", "head": 0, "row": 4, "column": 2},
 ]
+PATCHED = ("a_3", "a_1", "a_5", "a_4", "a_9")
+PAIRS = [("@0", "@5"), ("@0", "@0"), ("@1", "@14"), ("@14", "@1"), ("@0", "@15"), ("@13", "@3"), ("@15", "@0")]
 ATTRIBUTIONS: list[dict[str, Any]] = [
     {},
     {"position": 3},
@@ -138,6 +157,10 @@ def mistakes(session: Session, text: str) -> Iterator[Request]:
         ("value", {"name": "a_11", "rows": "0:x", "columns": "0:3"}), ("matrix", {"name": "a_99"}),
         ("value", {"name": "a_11", "rows": "80:90", "columns": "0:3"}), ("matrix", {"name": "a_11", "rows": "0,99"}),
         ("slice", {"name": "a_11", "rows": "0:3", "columns": "5:2"}), ("matrix", {"name": "a_11", "rows": "x"}),
-        ("matrix", {"name": "blocks.0.rho"}),
+        ("matrix", {"name": "blocks.0.rho"}), ("patch-map", {"other": "@4", "of": "a_2"}),
+        ("patch", {"other": "@4", "block": 7}), ("patch", {"other": "@4", "block": 0, "of": "skip_5"}),
+        ("patch", {"other": "@4", "block": 0, "head": 9}), ("patch", {"other": "@4", "block": 0, "of": "a_5", "head": 0}),
+        ("patch", {"other": "@5", "block": 0, "position": 13}), ("patch", {"other": "@13", "block": 0, "position": 12}),
+        ("patch", {"other": "@13", "block": 0, "position": 1}), ("patch", {"other": "@4", "block": -1}),
     ):  # fmt: skip
         yield name, {"id": "@0", **given}

@@ -6,7 +6,8 @@ import { RequestError } from "./request_error.js";
 
 const ROUTES = new Set([
   "table", "learn", "predict", "token", "sentence", "overview", "station", "swaps", "head", "heads", "lens", "neurons",
-  "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "step", "proof", "proofs",
+  "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "patch-map", "patch", "step", "proof",
+  "proofs",
 ]);
 
 /** @param {string} source  the program: it defines serveLive @param {string} data  what live_data.py has written */
