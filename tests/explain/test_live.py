@@ -118,7 +118,9 @@ def test_the_answers_equal_those_of_a_float32_model(asked: dict[str, Asked]) -> 
     """Adam divides each gradient by its own size, so steps in float32 are compared only of gradient descent."""
     mine = asked["nano"]
     about = [{given.get("id", "@9"), given.get("other", "@0")} for _, given in mine.requests]
-    chosen = [i for i, (name, _) in enumerate(mine.requests) if i < 6 or (name in MAIN and about[i] <= {"@0", "@4", "@5"})]
+    chosen = [
+        i for i, (name, _) in enumerate(mine.requests) if i < 6 or (name in MAIN and about[i] <= {"@0", "@4", "@5"})
+    ]
     few = Asked(mine.session, [mine.requests[i] for i in chosen], [mine.answers[i] for i in chosen])
     wrong = [x for x in compare(few, mine.session, SINGLE) if "rounding" not in x]  # what is lost to it in each dtype
     assert len(chosen) > 60 and wrong == []
