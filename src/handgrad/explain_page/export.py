@@ -19,6 +19,7 @@ from .page_files import IMPORT, asset, imported, modules
 from .proofs.prover import CheckResults, Prover, report, summary
 from .routes import ROUTES, Served
 from .session.session import Session, TracedSentence
+from .stations.network import NEURONS
 from .stations.table import Station
 from .views.step import take_step
 
@@ -108,7 +109,7 @@ def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> 
     for station in session.stations:
         if station.stream:
             found.add("lens", station=station.id)
-    for block in range(session.model.config.n_blocks):
+    for block in session.network.having(*NEURONS):
         found.add("neurons", block=block)
     found["learn"] = course_view(session, {}, grading=False)
     found |= _proofs(session, sentence, watch)

@@ -14,7 +14,7 @@ from ..session.objectives import describe
 from ..session.session import Session, TracedSentence
 from ..stations.end_formulas import LOSSES, explained
 from ..stations.formulas import ERRATA, Formula, mathml
-from ..stations.network import letter_of
+from ..stations.network import NEURONS, letter_of
 from ..stations.sources import readable_first, source
 from ..stations.table import Station
 from .step import OPTIMIZERS
@@ -76,7 +76,7 @@ def _more(session: Session, station: Station) -> list[More]:
     if station.stream:
         found.append("lens")
     b, network = station.block, session.network
-    if b in network.having("activation", "gated") and station.a in [s.outputs for s in network.neurons(b)]:
+    if b in network.having(*NEURONS) and station.a in [s.outputs for s in network.neurons(b)]:
         found.append("neurons")
     return found
 
