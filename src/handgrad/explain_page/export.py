@@ -23,6 +23,7 @@ from .views.step import take_step
 MAX_BYTES = 8_000_000
 COLUMNS = (128, 64, 32)  # most columns of a picture: the first number with which the file is small enough
 RATES = (0.001, 0.01, 0.1)
+BY_HAND = 2  # entries of every result of a station with their terms, for exercises; one of a large model
 STEPS = 12  # precomputed at each rate; one for a large model
 Watch = Callable[[Sequence[str]], Iterable[str]]
 
@@ -111,7 +112,7 @@ def _pictures(
     """Return the answers that consist of pictures, at most `columns` wide, of all stations and blocks, or of some."""
     config, found = session.model.config, Embedded(session, sentence)
     for station in session.stations if stations is None else stations:
-        found.add("station", {"limit": columns}, station=station.id)
+        found.add("station", {"limit": columns, "stored": 1 if session.large else BY_HAND}, station=station.id)
     for block in session.network.having("attention") if blocks is None else blocks:
         for head in range(config.n_heads):
             found.add("head", {"limit": columns}, block=block, head=head)

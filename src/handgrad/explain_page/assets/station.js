@@ -3,7 +3,7 @@
 
 import { has, offline } from "./api.js";
 import { attentionCard } from "./attention.js";
-import { byHand } from "./by_hand.js";
+import { handCard } from "./by_hand.js";
 import { exerciseButtons } from "./exercises.js";
 import { number, shapeOf } from "./format.js";
 import { followCard } from "./follow.js";
@@ -62,6 +62,7 @@ export const stationView = {
       head ? attentionCard(head, state, actions, labels) : null,
       matrices(view, station, state, actions, labels),
       followed ? followCard(followed, state, actions) : null,
+      handCard(view, state, actions),
       statistics(view),
       lens ? lensCard(lens, state, actions, labels) : null,
       view.parameters.length || view.frozen.length ? parameters(view, state, actions) : null,
@@ -195,7 +196,6 @@ function parameters(view, state, actions) {
             ...(offline ? {} : { choose: (row, column) => actions.follow(p.name, row, column, null), chooses }),
           })
         : null,
-      p.by_hand ? byHand(p, state.overview.tokens) : null,
     );
   return h(
     "section.card",
