@@ -15,6 +15,7 @@ import { savedFigure } from "./save.js";
 
 const CLOSED = { name: "", row: null, column: null, head: null };
 const QUESTIONS = { sum: "the sum", sign: "its sign", shape: "the shape" };
+const WAYS = { forward: "forward pass", backward: "backward pass", gradient: "gradient" };
 const MOST_OPERANDS = 4;
 const BETWEEN = ["rho", "score", "scaled", "delta_causal", "delta_raw"]; // tokens × tokens
 const OVER_VOCABULARY = ["a_12", "y_pred", "delta_12", "delta_0", "grad_w_11", "w_11"];
@@ -59,13 +60,18 @@ function opened(view, state, actions) {
   const work = /** @type {Work} */ (works.get(key));
   const hidden = question === "shape" && !work.shown;
   return [
-    choice(
-      "What to compute",
-      Object.fromEntries(view.by_hand.map((r) => [r.name, r.symbol])),
-      result.name,
-      (name) => choose({ name }),
-      { class: "walk hand-results" },
-    ),
+    chips({
+      label: "What to compute",
+      items: view.by_hand.map((r) => ({
+        content: r.symbol,
+        label: `${r.symbol}, ${WAYS[r.way]}`,
+        class: `small ${r.way === "forward" ? "forward" : "backward"}`,
+        data: { "data-result": r.name },
+      })),
+      chosen: view.by_hand.indexOf(result),
+      choose: (i) => choose({ name: view.by_hand[i].name }),
+      class: "walk hand-results",
+    }),
     entryChips(result, cell, state, choose),
     !entry
       ? soft("Computing…")
@@ -125,6 +131,7 @@ function entryChips(result, cell, state, choose) {
   const items = result.cells.map((c) => ({
     content: `${nameOf(result, c, state)}${headText(c.head)}`,
     label: `entry ${nameOf(result, c, state)}${headText(c.head)}`,
+    class: "small",
   }));
   const chosen = result.cells.findIndex((c) => c.row === cell.row && c.column === cell.column && c.head === cell.head);
   const heads = (/** @type {number} */ n) => Array.from({ length: n }, (_, i) => /** @type {[any, string]} */ ([i, `head ${i + 1}`]));
@@ -171,18 +178,18 @@ function figure({ name, symbol, head, row, column }, shape, target, state, actio
     short = last(name);
   const found = pictureOf(name, head, state, actions);
   const known = found ?? (shape ? blankPicture(shape) : null);
-  const lines = [row === null ? "" : `row ${row}`, column === null ? "" : `column ${column}`].filter(Boolean).join(", ");
+  const lines = row !== null && column === null ? `row ${row}` : column !== null && row === null ? `column ${column}` : "";
   const title = `${symbol}${headText(head)}${lines && !target ? ` · ${lines}` : ""}`;
   if (!known || target?.hidden)
     return h("figure.heat", { key: `${name} ${head}` }, h("figcaption", h("span.heat-title", title)), soft(target?.hidden ? "? × ?" : "…"));
   const words = OVER_VOCABULARY.includes(short) ? "token id" : "feature";
-  return heat({
+  const drawn = heat({
     key: `${name} ${head}`,
     title,
     caption: found ? "" : "Its colors are not in this file.",
     picture: known,
     shape: known.shape,
-    kind: /^(delta|grad)_/.test(short) ? "delta" : "a",
+    kind: /^(delta|grad|G|mean_G)/.test(short) ? "delta" : "a",
     name: found ? name : null,
     head,
     sentence: state.overview.id,
@@ -193,6 +200,7 @@ function figure({ name, symbol, head, row, column }, shape, target, state, actio
     ...(found ? {} : { scale: ["", ""] }),
     ...(target?.choose ? { choose: target.choose, chooses: "computes this entry" } : {}),
   });
+  return h("div", { key: `of ${name} ${head}`, class: found ? null : "blank" }, drawn);
 }
 
 /** The colors of a matrix: from the server, or from the stations that the file has; null while they are not there. */
@@ -266,7 +274,7 @@ function products(result, cell, entry, shown, state, actions) {
       columnLabels: head.slice(1, 1 + width + (scaled ? 1 : 0)),
     },
     soft(
-      "Multiply the numbers of every row; the sum of the products is the entry. ",
+      width > 1 ? "Multiply the numbers of every row; the sum of the products is the entry. " : "The entry is the sum of these numbers. ",
       button(allDigits ? "three digits" : "all digits", () => ((allDigits = !allDigits), actions.redraw()), { class: "small", id: "hand-digits" }),
     ),
     table(title, head, rows, { class: "digits", tall: true }),

@@ -12,6 +12,10 @@
  *   shapes: Record<string, number[]> }} Entry
  */
 
+/** Terms over the tokens of the sentence in their order; others as they are, the largest first. @param {Term[]} terms */
+const inOrder = (terms) =>
+  terms.every((t) => typeof t.place === "number") ? terms.sort((a, b) => Number(a.place) - Number(b.place)) : terms;
+
 const all = (/** @type {number} */ x) => String(Number(x.toPrecision(9)));
 
 /** An answer of `follow`. @param {any} found @returns {Entry} */
@@ -22,7 +26,7 @@ export function entryOf(found) {
   const { symbol, block, row_label, column_label, formula, caption, count, sum, value } = found;
   return {
     symbol, block, rowLabel: row_label, columnLabel: column_label, formula, caption, count, sum, value, rest: found.rest.value,
-    terms: found.terms.map((t) => ({ value: t.value, scale: t.scale, factors: t.factors.map(factor), place: place(t) })),
+    terms: inOrder(found.terms.map((t) => ({ value: t.value, scale: t.scale, factors: t.factors.map(factor), place: place(t) }))),
     shapes: {},
   };
 }
@@ -46,7 +50,7 @@ export function unpack(stored) {
   const { symbol, block, row_label, column_label, formula, caption, count } = stored;
   return {
     symbol, block, rowLabel: row_label, columnLabel: column_label, formula, caption, count, shapes,
-    terms: terms.sort((a, b) => Math.abs(b.value) - Math.abs(a.value)),
+    terms: inOrder(terms.sort((a, b) => Math.abs(b.value) - Math.abs(a.value))),
     rest: Number(stored.rest), sum: Number(stored.sum), value: Number(stored.value),
   };
 }

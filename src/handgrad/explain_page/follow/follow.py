@@ -30,7 +30,7 @@ def follow(session: Session, sentence: TracedSentence, name: str, head: int | No
 
 def terms_of(session: Session, sentence: TracedSentence, t: Tensors, cell: Cell) -> Followed:
     value = t.value(cell)
-    backward = split(cell.name)[1].startswith(("delta_", "grad_", "g_"))
+    backward = split(cell.name)[1].startswith(("delta_", "grad_", "g_", "G_", "mean_G"))
     formula, sums = (signals if backward else forward).rule(t, sentence, cell)
     return _shown(session, sentence, t, cell, value, formula, sums)
 
@@ -95,7 +95,9 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> CellName:
     wide = last in VOCABULARY_COLUMNS
     between = last in ("rho", "score", "scaled", "delta_causal", "delta_raw")
     tokens = (
-        last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_")) or between or last in "qkv"
+        last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_", "G_", "mean_", "sum_e"))
+        or between
+        or last in "qkv"
     )
 
     def word(i: int) -> str:
@@ -115,9 +117,17 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> CellName:
 def symbol_of(last: str) -> str:
     if last.startswith("a_bar_"):
         return "ā" + subscript(int(last.removeprefix("a_bar_")))
+    if last.startswith(("G_", "mean_G")):
+        what, _, n = last.rpartition("_")
+        n = subscript(int(n)) if n.isdigit() else f"_{n}"
+        return {"G": f"G{n}", "mean_G": f"mean(G{n})", "mean_Ga": f"mean(G{n} ∘ ā{n})"}[what]
     if last.startswith("grad_"):
         return "∂" + last.removeprefix("grad_")
-    return {"rho": "ρ", "y_pred": "y_pred"}.get(last) or symbol(last)
+    greek = {"sigma": "σ", "mu": "μ", "rms": "rms"}
+    what, _, n = last.partition("_")
+    if what in greek and n.isdigit():
+        return greek[what] + subscript(int(n))
+    return {"rho": "ρ", "y_pred": "y_pred", "sum_e": "Σ e^x"}.get(last) or symbol(last)
 
 
 def python_of(trace: Trace, cell: Cell) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...model.layers.norms import LayerNorm
 from ...model.steps import signal
 from ..follow.follow import symbol_of, terms_of
 from ..follow.tensors import Cell, Tensors
@@ -56,12 +57,16 @@ def _before(step: NetworkStep) -> list[str]:
     """What a step computes on the way to its outputs."""
     if step.kind == "norm":
         return [f"{step.here}a_bar_{step.norm()[0]}"]
-    inner = {"attention": ("q", "k", "v", "score", "rho"), "convolution": ("a_z", "a_conv")}
-    return [step.here + name for name in inner.get(step.kind, ())]
+    inner = {"attention": ("q", "k", "v", "score", "sum_e", "rho"), "convolution": ("a_z", "a_conv")}
+    return ["sum_e"] if step.kind == "loss" else [step.here + name for name in inner.get(step.kind, ())]
 
 
 def _inside(step: NetworkStep) -> list[str]:
     """What a step computes on the way back to its inputs."""
+    if step.kind == "norm":
+        n, layer = step.norm()
+        means = ("mean_G", "mean_Ga") if isinstance(layer, LayerNorm) else ("mean_Ga",)
+        return [f"{step.here}{name}_{n}" for name in ("G", *means)]
     inner = {
         "attention": ("delta_v", "delta_causal", "delta_raw", "delta_q", "delta_k"), "convolution": ("delta_conv", "delta_z"),
     }  # fmt: skip
@@ -70,7 +75,7 @@ def _inside(step: NetworkStep) -> list[str]:
 
 def entries(x: Tensor, name: str) -> Iterator[tuple[int | None, int, int]]:
     """Head, row and column of a few entries of a tensor, if they are not 0: that furthest from 0, that furthest with the
-    other sign, and that furthest in another row and another column."""
+    other sign, and that furthest in other rows and columns."""
     first = FEW if x.ndim == 3 and x.shape[1] > FEW else 0
     part = x[..., first:, :]
     head, row, column = _furthest(part)
@@ -79,11 +84,12 @@ def entries(x: Tensor, name: str) -> Iterator[tuple[int | None, int, int]]:
         return
     yield head, row + first, column
     own = part if head is None else part[head]
-    other, i, j = _furthest(torch.where(own * best < 0, own, 0))
-    if own[i, j] * best < 0:
-        yield head, i + first, j
     rest = own.clone()
     rest[row], rest[:, column] = 0, 0
+    _, i, j = _furthest(torch.where(own * best < 0, own, 0))
+    if own[i, j] * best < 0:
+        yield head, i + first, j
+        rest[i], rest[:, j] = 0, 0
     _, i, j = _furthest(rest)
     if rest[i, j]:
         yield head, i + first, j
