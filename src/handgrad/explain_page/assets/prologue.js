@@ -41,7 +41,7 @@ export const prologueView = {
             : button("to the real model →", () => actions.go("a_1", "forward"), { id: "prologue-end", class: "primary" }),
         ),
       ),
-      STATIONS.map((title, station) => picker(title, station, go)),
+      ...STATIONS.map((title, station) => picker(title, station, go)),
       h(
         "section.card.prologue",
         { "aria-label": step.title, key: "step", id: "prologue-step", "data-step": at },
