@@ -20,6 +20,7 @@ import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { scrollToToken, tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
+import { listenToSymbols } from "./symbols.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
@@ -348,6 +349,7 @@ async function start() {
     setStatus(/** @type {Error} */ (reason).message, true);
     return;
   }
+  listenToSymbols(state.table.symbols);
   const t = state.table,
     address = location.hash;
   document.title = `${t.name} · handgrad explain`;

@@ -3,10 +3,11 @@
 
 import { judgeSum, typedNumber } from "./by_hand_check.js";
 import { number, quote, shapeOf } from "./format.js";
-import { button, caption, chips, field, rowHead, soft, viewHead } from "./parts.js";
+import { button, caption, chips, field, foldable, rowHead, soft, viewHead } from "./parts.js";
 import { numbers, TOKENS } from "./prologue_numbers.js";
 import { STATIONS, STEPS } from "./prologue_steps.js";
 import { h } from "./render.js";
+import { symbolTable } from "./symbols.js";
 
 const NUMBERS = numbers();
 let at = 0; // index of the open step
@@ -50,7 +51,8 @@ export const prologueView = {
         h("div.small-matrices", { key: at }, step.shows.map((shown) => matrix(shown, work.shown || solved(work)))),
         question(step, work, actions),
       ),
-      soft("Point at a symbol to see what it means. The columns and rows that are multiplied are marked."),
+      soft("The rows and columns that are multiplied are marked. Point at a symbol, or tap it, to see what it means."),
+      foldable("All symbols", { class: "card", key: "symbols", id: "all-symbols" }, symbolTable()),
     ];
   },
 };

@@ -15,6 +15,7 @@ import { neuronCard } from "./neurons.js";
 import { button, caption, figureCell, table, tr } from "./parts.js";
 import { proofCard } from "./proof.js";
 import { h } from "./render.js";
+import { symbolRow } from "./symbols.js";
 import { swapTable } from "./swaps.js";
 
 /** The open station; the loss with the definition of what is explained. */
@@ -56,6 +57,7 @@ export const stationView = {
       heading(station, state, actions),
       h("p.summary", { key: "summary" }, station.summary),
       formulas(station, state, view),
+      symbolRow(station),
       proofCard(state.proof),
       station.id === "a_0" ? swapTable(view, swaps, state) : null,
       station.id === "loss" ? lossCard(view, state, actions) : null,
