@@ -168,7 +168,7 @@ function matrices(result, cell, entry, { hidden, choose }, state, actions) {
       figure(target, hidden ? null : result.shape, { choose: chosen, hidden }, state, actions),
     ),
     operands.length > shown.length
-      ? soft(`${count(operands.length - shown.length, "more matrix").replace(/matrixs$/, "matrices")} take part, with smaller terms.`)
+      ? soft(`Matrices with smaller terms that take part, and are not shown: ${count(operands.length - shown.length)}.`)
       : null,
   ];
 }
@@ -181,7 +181,12 @@ function figure({ name, symbol, head, row, column }, shape, target, state, actio
   const lines = row !== null && column === null ? `row ${row}` : column !== null && row === null ? `column ${column}` : "";
   const title = `${symbol}${headText(head)}${lines && !target ? ` · ${lines}` : ""}`;
   if (!known || target?.hidden)
-    return h("figure.heat", { key: `${name} ${head}` }, h("figcaption", h("span.heat-title", title)), soft(target?.hidden ? "? × ?" : "…"));
+    return h(
+      "figure.heat",
+      { key: `${name} ${head}` },
+      h("figcaption", h("span.heat-title", title)),
+      soft(target?.hidden ? "? × ?" : "…"),
+    );
   const words = OVER_VOCABULARY.includes(short) ? "token id" : "feature";
   const drawn = heat({
     key: `${name} ${head}`,
@@ -212,10 +217,11 @@ function pictureOf(name, head, state, actions) {
   const { stations } = state.table,
     at = stations.findIndex((s) => s.id === state.station),
     here = stations[at];
-  const before = here.reads.map((id) => id ?? stations[stations.findIndex((s) => s.block === here.block) - 1].id);
-  for (const station of new Set([here.id, ...before])) {
+  const first = here.block === null ? at : stations.findIndex((s) => s.block === here.block); // reads what comes before it
+  const before = here.reads.map((id) => id ?? stations[first - 1]?.id);
+  for (const station of new Set([here.id, ...before].filter(Boolean))) {
     const view = later(state, actions, "station", { station })?.data;
-    const map = view?.maps.find((m) => m.name === name && !m.vocabulary) ?? view?.parameters.find((p) => p.name === name && !p.vocabulary);
+    const map = [...(view?.maps ?? []), ...(view?.parameters ?? [])].find((m) => m.name === name && !m.vocabulary);
     if (map?.picture) return map.picture;
   }
   if (head === null || !here.more.includes("head")) return null;
@@ -274,8 +280,11 @@ function products(result, cell, entry, shown, state, actions) {
       columnLabels: head.slice(1, 1 + width + (scaled ? 1 : 0)),
     },
     soft(
-      width > 1 ? "Multiply the numbers of every row; the sum of the products is the entry. " : "The entry is the sum of these numbers. ",
-      button(allDigits ? "three digits" : "all digits", () => ((allDigits = !allDigits), actions.redraw()), { class: "small", id: "hand-digits" }),
+      width > 1 ? "Multiply the numbers of every row; the sum of the products is the entry. " : "The entry is their sum. ",
+      button(allDigits ? "three digits" : "all digits", () => ((allDigits = !allDigits), actions.redraw()), {
+        class: "small",
+        id: "hand-digits",
+      }),
     ),
     table(title, head, rows, { class: "digits", tall: true }),
   );
@@ -300,7 +309,7 @@ function asked(result, entry, work, state, actions) {
     { sum: sumForm, sign: signForm, shape: shapeForm }[question](result, entry, work, check, place),
     h(
       "p.verdict",
-      { role: "status", id: "hand-verdict", class: `verdict ${work.verdict ? (work.verdict.right ? "good" : "problem") : ""}`, "data-kind": work.verdict?.kind },
+      { role: "status", id: "hand-verdict", class: styleOf(work.verdict), "data-kind": work.verdict?.kind },
       work.verdict?.text ?? "",
     ),
     work.shown
@@ -308,6 +317,9 @@ function asked(result, entry, work, state, actions) {
       : button("Show the answer", () => ((work.shown = true), actions.redraw()), { class: "small", id: "hand-show" }),
   );
 }
+
+/** @param {any} verdict */
+const styleOf = (verdict) => `verdict ${verdict ? (verdict.right ? "good" : "problem") : ""}`;
 
 /** @param {any} work @param {number} i @param {string} label @param {Record<string, any>} [attributes] */
 const typed = (work, i, label, attributes) =>
@@ -333,11 +345,13 @@ const form = (/** @type {() => void} */ submit, ...content) =>
 
 function sumForm(result, entry, work, check, place) {
   const submit = () => check(judgeSum(typedNumber(work.given[0]), entry, work.attempts + 1, place));
-  return form(submit, typed(work, 0, `The sum of ${count(entry.count, "product")}`, { id: "hand-sum", placeholder: "−0.012 or 1.2e-5" }));
+  const label = `The sum of ${count(entry.count, "product")}`;
+  return form(submit, typed(work, 0, label, { id: "hand-sum", placeholder: "−0.012 or 1.2e-5" }));
 }
 
 function signForm(result, entry, work, check) {
-  const sign = (/** @type {string} */ text, /** @type {number} */ x) => button(text, () => check(judgeSign(x, entry)), { "data-sign": x });
+  const sign = (/** @type {string} */ text, /** @type {number} */ x) =>
+    button(text, () => check(judgeSign(x, entry)), { "data-sign": x });
   return h("div.walk", { role: "group", "aria-label": "The sign of the sum" }, sign("above 0", 1), sign("below 0", -1));
 }
 
@@ -346,15 +360,19 @@ function shapeForm(result, entry, work, check) {
     const given = work.given.map(typedNumber);
     check(judgeShape(given, result.shape, ...meaningOf(result)));
   };
-  return form(submit, typed(work, 0, `Rows of ${result.symbol}`, { id: "hand-rows" }), typed(work, 1, "Columns", { id: "hand-columns" }));
+  const rows = typed(work, 0, `Rows of ${result.symbol}`, { id: "hand-rows" });
+  return form(submit, rows, typed(work, 1, "Columns", { id: "hand-columns" }));
 }
 
 /** What a row and a column of a result are. @returns {[string, string]} */
 function meaningOf({ name, way, shape }) {
   const short = last(name);
-  if (way !== "gradient") return ["token", BETWEEN.includes(short) ? "token" : OVER_VOCABULARY.includes(short) ? "token of the vocabulary" : "feature"];
-  if (shape[0] === 1) return ["gradient of a vector: one", "number of it"];
-  return [TABLES.includes(short) ? "token of the vocabulary" : short === "grad_w_pos" ? "position" : "input feature", OVER_VOCABULARY.includes(short) ? "token of the vocabulary" : "output feature"];
+  const word = "token of the vocabulary",
+    over = OVER_VOCABULARY.includes(short);
+  if (way !== "gradient") return ["token", BETWEEN.includes(short) ? "token" : over ? word : "feature"];
+  if (shape[0] === 1) return ["vector", "number of it"];
+  const input = TABLES.includes(short) ? word : short === "grad_w_pos" ? "position" : "input feature";
+  return [input, over ? word : "output feature"];
 }
 
 function answer({ symbol, shape }, { sum, value, count: n }) {

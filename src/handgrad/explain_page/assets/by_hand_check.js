@@ -59,13 +59,19 @@ export function judgeSum(given, { terms, rest, sum }, attempts, nameOf) {
     ),
   ];
   const better = mistakes
-    .filter(([, x]) => Math.abs(x - sum) > RIGHT * Math.abs(sum) && Math.abs(given - x) <= RIGHT * Math.max(Math.abs(x), 1e-3 * size))
+    .filter(([, x]) => Math.abs(x - sum) > RIGHT * Math.abs(sum))
+    .filter(([, x]) => Math.abs(given - x) <= RIGHT * Math.max(Math.abs(x), 1e-3 * size))
     .sort((a, b) => Math.abs(given - a[1]) - Math.abs(given - b[1]))[0];
   const off = Math.abs(given - sum);
   if (off <= RIGHT * size && !(better && Math.abs(given - better[1]) < off / 10))
-    return verdict(true, "rounding", `Right up to rounding: the sum is ${number(sum, 6)}. Terms of both signs cancel, so early rounding costs digits.`);
+    return verdict(
+      true,
+      "rounding",
+      `Right up to rounding: the sum is ${number(sum, 6)}. Terms of both signs cancel, so early rounding costs digits.`,
+    );
   if (better) return verdict(false, better[0], better[2]);
-  return verdict(false, "other", `Not yet: your number is ${given > sum ? "above" : "below"} the sum.${again ? " Show the products to compare." : ""}`);
+  const compare = again ? " Show the answer to compare the products." : "";
+  return verdict(false, "other", `Not yet: your number is ${given > sum ? "above" : "below"} the sum.${compare}`);
 }
 
 /** @param {number} given  1, −1 or 0 @param {{ terms: { value: number }[], rest: number, sum: number }} entry @returns {Verdict} */

@@ -11,7 +11,8 @@ import { symbolTable } from "./symbols.js";
 
 const NUMBERS = numbers();
 let at = 0; // index of the open step
-/** @typedef {{ given: string[], attempts: number, verdict: { right: boolean, kind: string, text: string } | null, shown: boolean }} Work */
+/** @typedef {import("./by_hand_check.js").Verdict} Verdict */
+/** @typedef {{ given: string[], attempts: number, verdict: Verdict | null, shown: boolean }} Work */
 /** @type {Work[]} */
 const works = STEPS.map(() => ({ given: ["", ""], attempts: 0, verdict: null, shown: false }));
 const solved = (/** @type {Work} */ work) => Boolean(work.verdict?.right);
@@ -74,7 +75,8 @@ function picker(title, station, go) {
   );
 }
 
-/** A matrix as a table. @param {import("./prologue_steps.js").Shown} shown @param {boolean} known  whether the asked entries are shown */
+/** A matrix as a table.
+ * @param {import("./prologue_steps.js").Shown} shown @param {boolean} known  whether the asked entries are shown */
 function matrix({ name, of, rows, lit, hidden = [] }, known) {
   const values = NUMBERS[of];
   const isAsked = (/** @type {number} */ i, /** @type {number} */ j) => hidden.some(([r, c]) => r === i && c === j);
@@ -91,7 +93,10 @@ function matrix({ name, of, rows, lit, hidden = [] }, known) {
     h(
       "table",
       { "aria-label": name },
-      h("tbody", values.map((row, i) => h("tr", { key: i }, rows ? rowHead(label(i)) : null, row.map((x, j) => cell(x, i, j))))),
+      h(
+        "tbody",
+        values.map((row, i) => h("tr", { key: i }, rows ? rowHead(label(i)) : null, row.map((x, j) => cell(x, i, j)))),
+      ),
     ),
   );
 }
@@ -128,7 +133,12 @@ function question(step, work, actions) {
     ),
     h(
       "p",
-      { role: "status", id: "prologue-verdict", class: `verdict ${verdict ? (verdict.right ? "good" : "problem") : ""}`, "data-kind": verdict?.kind },
+      {
+        role: "status",
+        id: "prologue-verdict",
+        class: `verdict ${verdict ? (verdict.right ? "good" : "problem") : ""}`,
+        "data-kind": verdict?.kind,
+      },
       verdict?.text ?? "",
     ),
     work.shown || verdict?.right

@@ -2,7 +2,7 @@
 // The steps of the prologue: in each a symbol is introduced, matrices are shown, and a question is asked. Texts state no result;
 // every number comes from prologue_numbers.js.
 
-import { count, number, quote } from "./format.js";
+import { number, quote } from "./format.js";
 import { TOKENS } from "./prologue_numbers.js";
 
 /**
@@ -50,7 +50,9 @@ export const STEPS = [
         label: `a₁ w in the row of ${TOCK}, first column`,
         answer: [a1w[1][0]],
         terms: parts,
-        mistakes: [["transposed", total(terms(column(a1, 1), w[0])), "Row and column are exchanged: take the row of a₁ and the column of w."]],
+        mistakes: [
+          ["transposed", total(terms(column(a1, 1), w[0])), "Exchanged: take the row of a₁ and the column of w."],
+        ],
         why: `${sum(parts)} = ${number(a1w[1][0])}`,
       };
     },
@@ -91,7 +93,9 @@ export const STEPS = [
       answer: [delta2[0][1] * rate],
       terms: [term(delta2[0][1], rate)],
       mistakes: [["other entry", delta2[1][0] * rate, "This is the entry in the other row and column: the row is the token."]],
-      why: `${written(delta2[0][1])} · ${number(rate)} = ${number(delta2[0][1] * rate)}: below 0, so raising this entry lowers the loss`,
+      why:
+        `${written(delta2[0][1])} · ${number(rate)} = ${number(delta2[0][1] * rate)}: raising this entry ` +
+        `${delta2[0][1] < 0 ? "lowers" : "raises"} the loss`,
     }),
   },
   {
@@ -139,7 +143,9 @@ export const STEPS = [
         label: `Δ₁ in the row of ${TICK}, first column`,
         answer: [delta1[0][0]],
         terms: parts,
-        mistakes: [["not transposed", total(terms(delta2[0], column(w, 0))), "This takes a column of w: wᵗ exchanges them, so take its row."]],
+        mistakes: [
+          ["not transposed", total(terms(delta2[0], column(w, 0))), "This takes a column of w: a column of wᵗ is a row of w."],
+        ],
         why: `${sum(parts)} = ${number(delta1[0][0])}`,
       };
     },
@@ -161,7 +167,9 @@ export const STEPS = [
         label: "∂b, second number",
         answer: [gradB[0][1]],
         terms: parts,
-        mistakes: [["sum over features", delta2[1].reduce((x, y) => x + y), "This is the sum of a row. Sum over the tokens: down a column."]],
+        mistakes: [
+          ["sum over features", delta2[1].reduce((x, y) => x + y), "This is the sum of a row. Sum over the tokens: down a column."],
+        ],
         why: `${sum(parts)} = ${number(gradB[0][1])}`,
       };
     },
@@ -185,7 +193,9 @@ export const STEPS = [
         ["not divided", Math.exp(a2[1][0]), "This is not divided by the sum over the row."],
         ["other row", y[0][0], "This is the other row."],
       ],
-      why: `the two scores of this row are ${number(a2[1][0])} and ${number(a2[1][1])}, so the probabilities are ${number(y[1][0])} and ${number(y[1][1])}`,
+      why:
+        `the two scores of this row are ${number(a2[1][0])} and ${number(a2[1][1])}, so the probabilities are ` +
+        `${number(y[1][0])} and ${number(y[1][1])}`,
     }),
   },
   {
@@ -207,7 +217,9 @@ export const STEPS = [
         label: `Δ_y ⊖ y for ${TOCK}`,
         answer: [inner[1][0]],
         terms: parts,
-        mistakes: [["over columns", total(terms(column(deltaY, 0), column(y, 0))), "This is a column times a column: ⊖ takes rows."]],
+        mistakes: [
+          ["over columns", total(terms(column(deltaY, 0), column(y, 0))), "This is a column times a column: ⊖ takes rows."],
+        ],
         why: `${sum(parts)} = ${number(inner[1][0])}`,
       };
     },
@@ -217,9 +229,9 @@ export const STEPS = [
     symbol: "∘ ~",
     title: "A tilde across the row",
     text: () =>
-      "A tilde also repeats one number per token across its row: (Δ_y ⊖ y)~ has the shape of y. So the error at the scores can be written " +
-      "for all entries at once: Δ₂ = y ∘ [Δ_y − (Δ_y ⊖ y)~]. The sign ∘ multiplies entry by entry. This is how the paper writes the " +
-      "backward pass of attention.",
+      "A tilde also repeats one number per token across its row: (Δ_y ⊖ y)~ has the shape of y. So the error at the scores can be " +
+      "written for all entries at once: Δ₂ = y ∘ [Δ_y − (Δ_y ⊖ y)~]. The sign ∘ multiplies entry by entry. This is how the paper " +
+      "writes the backward pass of attention.",
     shows: [
       { name: "y", of: "y", rows: "tokens", lit: [1, 0] },
       { name: "Δ_y", of: "deltaY", rows: "tokens", lit: [1, 0] },
@@ -268,7 +280,9 @@ export const STEPS = [
         ["base", -Math.log10(y[1][targets[1]]), "This is the logarithm to base 10; the natural one has base e."],
         ["base", -Math.log2(y[1][targets[1]]), "This is the logarithm to base 2; the natural one has base e."],
       ],
-      why: `−log ${number(y[1][targets[1]])} = ${number(losses[1])}; with the other row, L = ${number(losses[0])} + ${number(losses[1])} = ${number(loss)}`,
+      why:
+        `−log ${number(y[1][targets[1]])} = ${number(losses[1])}; with the other row, L = ` +
+        `${number(losses[0])} + ${number(losses[1])} = ${number(loss)}`,
     }),
   },
   {
@@ -315,6 +329,3 @@ export const STEPS = [
     },
   },
 ];
-
-/** How many steps a station has. @param {number} station */
-export const lengthOf = (station) => count(STEPS.filter((s) => s.station === station).length, "step");

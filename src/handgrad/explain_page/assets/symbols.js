@@ -2,7 +2,7 @@
 // Every symbol explains itself where it is pointed at, tapped, or reached by keyboard, from the table of presentation/symbols.py.
 
 import { chips, table, tr } from "./parts.js";
-import { h, render } from "./render.js";
+import { find, h, render } from "./render.js";
 
 /** @typedef {{ keys: string[], shown: string, name: string, meaning: string, shape: string, introduced: string }} Entry */
 
@@ -20,6 +20,7 @@ export function explain(given) {
 
 const WORDS = ["elsewhere", "chosen"]; // in a formula, and no symbols
 const SIGNS = new Map([["~", "~"], ["˜", "~"], ["¯", "\u0304"], ["^", "\u0302"]]);
+const WITH_PARTS = ["msub", "msubsup", "munder", "munderover", "msup"];
 const textOf = (/** @type {Element | undefined} */ node) => (node?.textContent ?? "").replace(/\s/g, "");
 const isOver = (/** @type {Element | null} */ node) => node?.localName === "mover";
 
@@ -27,7 +28,7 @@ const isOver = (/** @type {Element | null} */ node) => node?.localName === "move
 function baseOf(node) {
   if (!isOver(node)) return textOf(node);
   const sign = SIGNS.get(textOf(node.children[1])) ?? "";
-  return textOf(node.children[0]) + (sign === "~" ? "" : sign);
+  return (textOf(node.children[0]) + (sign === "~" ? "" : sign)).normalize("NFC");
 }
 
 /** The key of the symbol that a leaf of a formula belongs to; null for numbers, brackets and relations. @param {Element} leaf */
@@ -59,8 +60,7 @@ export function keyOf(leaf) {
 
 const inSubscript = (/** @type {Element | null} */ node) => {
   for (let here = node; here?.parentElement; here = here.parentElement)
-    if (["msub", "msubsup", "munder", "munderover", "msup"].includes(here.parentElement.localName) && here !== here.parentElement.children[0])
-      return true;
+    if (WITH_PARTS.includes(here.parentElement.localName) && here !== here.parentElement.children[0]) return true;
   return false;
 };
 
@@ -104,7 +104,7 @@ export function listenToSymbols(given) {
   note.className = "symbol-note";
   note.setAttribute("role", "tooltip");
   note.hidden = true;
-  document.body.append(note);
+  find("main").append(note); // a landmark, as all content has one
   let waiting = 0;
   const hide = () => (note.hidden = true);
   document.addEventListener("pointermove", (event) => {
@@ -205,7 +205,8 @@ function symbolsOf({ id, forward, backward }) {
   const key = JSON.stringify([id, forward.length, backward.map((f) => f.equation)]);
   if (!ofStations.has(key)) {
     const parser = new DOMParser();
-    const maths = [...forward, ...backward].flatMap((f) => f.math).map((m) => parser.parseFromString(m, "application/xml").documentElement);
+    const parse = (/** @type {string} */ text) => parser.parseFromString(text, "application/xml").documentElement;
+    const maths = [...forward, ...backward].flatMap((f) => f.math).map(parse);
     const found = maths.flatMap(leavesOf).map(keyOf).map((k) => (k === null ? null : explain(k)));
     ofStations.set(key, [...new Set(found)].flatMap((entry) => (entry ? [entries.indexOf(entry)] : [])).sort((a, b) => a - b));
   }
