@@ -36,7 +36,9 @@ def terms_of(stored: HandTerms) -> list[tuple[Any, float]]:
     return found
 
 
-@pytest.mark.parametrize("shape", [{"n_blocks": 1}, {**LLAMA, "n_blocks": 1}, {"lora": 2, "n_blocks": 1}, {**LFM2, "n_blocks": 1}])
+@pytest.mark.parametrize(
+    "shape", [{"n_blocks": 1}, {**LLAMA, "n_blocks": 1}, {"lora": 2, "n_blocks": 1}, {**LFM2, "n_blocks": 1}]
+)
 def test_every_stored_entry_is_the_sum_of_its_products(shape: dict[str, Any]) -> None:
     session = make_session(**shape)
     sentence, seen = session.sentence(TEXT), 0
@@ -56,7 +58,9 @@ def test_every_stored_entry_is_the_sum_of_its_products(shape: dict[str, Any]) ->
                 terms = [value for _, value in terms_of(stored)]
                 size = math.fsum(map(abs, terms)) + abs(float(stored["rest"]))
                 assert len(terms) == stored["count"] or (len(terms) == 12 and stored["count"] > 40)
-                assert math.fsum([*terms, float(stored["rest"])]) == pytest.approx(float(stored["sum"]), abs=1e-8 * size)
+                assert math.fsum([*terms, float(stored["rest"])]) == pytest.approx(
+                    float(stored["sum"]), abs=1e-8 * size
+                )
                 assert float(stored["sum"]) == pytest.approx(float(stored["value"]), abs=3e-6 * size), result["name"]
                 seen += 1
     assert seen > 60
@@ -102,7 +106,9 @@ def test_the_homework_can_be_done_with_an_exported_file(open_page: Open, session
     row, column = (int(x) for x in re.findall(r"\[(\d+), (\d+)\]", page.locator("#hand-title").inner_text())[0])
     trace = session.sentence(TEXT).trace
     assert trace["blocks.1.grad_w_6"].abs().argmax() == row * trace["blocks.1.grad_w_6"].shape[1] + column
-    shown = page.locator("#hand .digits td[data-value]").evaluate_all("cells => cells.map((cell) => cell.dataset.value)")
+    shown = page.locator("#hand .digits td[data-value]").evaluate_all(
+        "cells => cells.map((cell) => cell.dataset.value)"
+    )
     factors = torch.tensor([float(x) for x in shown]).view(len(TEXT), 2)
     assert torch.equal(factors[:, 0], trace["blocks.1.a_6"][:, row])
     assert torch.equal(factors[:, 1], trace["blocks.1.delta_7"][:, column])
@@ -146,7 +152,9 @@ def test_any_entry_can_be_chosen(open_page: Open, session: Session) -> None:
     page.select_option("#hand-head", "1")
     expect(page.locator("#hand-title")).to_contain_text("head 2")
     result = page.locator('#hand canvas[data-name="blocks.1.score"]')
-    left, top, wide, high = (float(result.get_attribute(f"data-{x}") or "") for x in ("left", "top", "cell-width", "cell-height"))
+    left, top, wide, high = (
+        float(result.get_attribute(f"data-{x}") or "") for x in ("left", "top", "cell-width", "cell-height")
+    )
     result.click(position={"x": left + 4.5 * wide, "y": top + 7.5 * high})
     expect(page.locator("#hand-title")).to_contain_text("‘o’ (8), ‘e’ (5)")
     assert "hand=blocks.1.score%3A7%3A4%3A1" in page.url

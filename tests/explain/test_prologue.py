@@ -58,7 +58,8 @@ def test_every_step_of_the_prologue(open_page: Open) -> None:
     inner = notation.row_dot(shown["deltaY"], y)
     expected = {
         "a1w": a1 @ w, "bRows": notation.tilde_rows(b, 2), "a2": a2, "a1t": a1.t(), "wt": w.t(), "gradPracticed": grad_w,
-        "delta1": delta1, "gradB": grad_b[None], "y": y, "inner": inner[:, None], "innerColumns": notation.tilde_columns(inner, 2),
+        "delta1": delta1, "gradB": grad_b[None], "y": y,
+        "inner": inner[:, None], "innerColumns": notation.tilde_columns(inner, 2),
         "deltaA": delta_a, "yGt": y_gt, "delta": delta, "grad": grad,
     }  # fmt: skip
     assert shown.keys() == expected.keys() | {"a1", "w", "delta2", "deltaY"}
@@ -108,7 +109,11 @@ UNEXPLAINED = """async (formulas) => {
 
 
 def test_every_symbol_explains_itself(open_page: Open, session: Session) -> None:
-    sessions = [session, *(make_session(**shape) for shape in [*SHAPES[1:], LFM2]), *(traced(family)[0] for family in EXPERTS)]
+    sessions = [
+        session,
+        *(make_session(**shape) for shape in [*SHAPES[1:], LFM2]),
+        *(traced(family)[0] for family in EXPERTS),
+    ]
     formulas = {
         part
         for one in sessions

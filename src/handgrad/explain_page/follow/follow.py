@@ -19,13 +19,18 @@ from .terms import Sum
 
 VOCABULARY_ROWS = ("w_tok", "grad_w_tok")  # tensors with a row, or a column, for every token of the vocabulary
 VOCABULARY_COLUMNS = ("a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11")
-ALL, SHOWN = 40, 12  # a sum of at most ALL terms is listed whole; of others the largest SHOWN, and what the others add up to
+ALL, SHOWN = (
+    40,
+    12,
+)  # a sum of at most ALL terms is listed whole; of others the largest SHOWN, and what the others add up to
 
 
 def follow(session: Session, sentence: TracedSentence, name: str, head: int | None, row: int, column: int) -> Followed:
     """Return the terms of one cell, largest first, with their sum beside the value on the screen."""
     with session.model_at(sentence.version) as model, torch.no_grad():
-        return terms_of(session, sentence, Tensors(model, sentence.trace, session.network), Cell(name, row, column, head))
+        return terms_of(
+            session, sentence, Tensors(model, sentence.trace, session.network), Cell(name, row, column, head)
+        )
 
 
 def terms_of(session: Session, sentence: TracedSentence, t: Tensors, cell: Cell) -> Followed:

@@ -125,8 +125,8 @@ class Tensors:
         return torch.exp(b - torch.logaddexp(lse, b))
 
     def exponentials(self, here: str) -> tuple[Tensor, bool]:
-        """e^score of what each token sees (h, n, n); without a block e^logit (n, V). Where one would be very large or small, rows
-        are shifted by their largest entry, and True is returned."""
+        """e^score of what each token sees (h, n, n); without a block e^logit (n, V). Where one would be very large or small,
+        rows are shifted by their largest entry, and True is returned."""
         if here:
             x = self.wide(here + "score").masked_fill(self[here + "rho"] == 0, -math.inf)
         else:
@@ -193,7 +193,7 @@ class Tensors:
         raise HandgradError(f"there is no tensor {name!r} to follow")
 
     def _sum_of_softmax(self, here: str) -> Tensor:
-        e, shifted = self.exponentials(here)
+        e, _ = self.exponentials(here)
         total = e.sum(-1, keepdim=True)
         sinks = self.block(here).attn.sinks if here else None
         if sinks is not None:  # from ρ = e^score/Σ, which includes the sink

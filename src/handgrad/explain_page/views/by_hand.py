@@ -68,7 +68,8 @@ def _inside(step: NetworkStep) -> list[str]:
         means = ("mean_G", "mean_Ga") if isinstance(layer, LayerNorm) else ("mean_Ga",)
         return [f"{step.here}{name}_{n}" for name in ("G", *means)]
     inner = {
-        "attention": ("delta_v", "delta_causal", "delta_raw", "delta_q", "delta_k"), "convolution": ("delta_conv", "delta_z"),
+        "attention": ("delta_v", "delta_causal", "delta_raw", "delta_q", "delta_k"),
+        "convolution": ("delta_conv", "delta_z"),
     }  # fmt: skip
     return [step.here + name for name in inner.get(step.kind, ())]
 
@@ -106,8 +107,8 @@ def _furthest(x: Tensor) -> tuple[int | None, int, int]:
 
 
 def packed(t: Tensors, found: Followed) -> HandTerms:
-    """The terms of an entry in a tenth of the space: names once, numbers as texts with all their digits. assets/hand_terms.js
-    makes the answer of `follow` again."""
+    """The terms of an entry in a tenth of the space: names once, numbers as texts with all their digits, from which
+    assets/hand_terms.js makes them again."""
     parts: dict[tuple[object, ...], HandPart] = {}
     for term in found["terms"]:
         cells = [factor["cell"] for factor in term["factors"]]
@@ -129,7 +130,7 @@ def packed(t: Tensors, found: Followed) -> HandTerms:
 
 
 def _place(term: Term) -> int | str | list[int] | None:
-    """What tells a term from the others: a position of the sentence, from 0; a token of the vocabulary; a feature in a list."""
+    """What tells a term from the others: a position, from 0; a token of the vocabulary; a feature in a list."""
     if term["token"] is not None:
         return term["token"] if term["position"] is None else term["position"] - 1
     return None if term["feature"] is None else [term["feature"]]

@@ -29,8 +29,8 @@ VOCABULARY_AXIS = {"grad_w_tok": 0, "grad_w_11": 1}
 def at_station(
     session: Session, sentence: TracedSentence, station: Station, *, limit: int = COLUMNS, stored: int = 0
 ) -> StationView:
-    """Return the matrices, parameters and gradients of one station; pictures have at most `limit` columns, and of what can be
-    computed by hand `stored` entries have their terms."""
+    """Return the matrices, parameters and gradients of one station; pictures have at most `limit` columns, and of what can
+    be computed by hand `stored` entries have their terms."""
     view: StationView = {
         "id": station.id, "maps": [], "parameters": [], "frozen": [], "parameters_caption": "", "by_hand": [],
     }  # fmt: skip

@@ -18,8 +18,8 @@ MAX_ENTRIES = 2_000_000  # of a matrix as a file
 
 
 def matrix(session: Session, sentence: TracedSentence, name: str, head: int | None) -> Tensor:
-    """Return a tensor of the trace, a weight, or what `follow` computes from them, as a matrix; `head` selects one of a tensor
-    with heads."""
+    """Return a tensor of the trace, a weight, or what `follow` computes from them, as a matrix; `head` selects one of a
+    tensor with heads."""
     if name == "delta_0":
         return relaxed_signal(session, sentence)
     if name == "swaps":
