@@ -78,8 +78,8 @@ def test_every_step_of_the_prologue(open_page: Open) -> None:
     }  # fmt: skip
     for i, x in answers.items():
         page.click(f'[data-open-step="{i}"]')
-        for given, kind in ((-x.item() if i != 2 else "0,1", "sign"), (x.item(), "right")):
-            page.fill("#prologue-answer", f"{given:.4g}" if isinstance(given, float) else given)
+        for given, kind in ((-x.item(), "sign"), (x.item(), "right"))[i % 3 > 0 :]:
+            page.fill("#prologue-answer", f"{given:.4g}".replace(".", ",") if i == 2 else f"{given:.4g}")
             page.click("#prologue-check")
             expect(page.locator("#prologue-verdict")).to_have_attribute("data-kind", kind)
     page.click('[data-open-step="9"]')

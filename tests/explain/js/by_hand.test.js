@@ -51,7 +51,7 @@ test("the row and the column of the operands light up", () => {
   const cell = (name, row, column) => ({ name, symbol: name, head: null, row, column });
   const found = { token: null, position: null, feature: 0 };
   const answer = {
-    symbol: "a", block: 0, row_label: null, column_label: null, formula: "", caption: "", count: 3, sum: 6, value: 6, rest: { count: 0, value: 0 },
+    symbol: "a", block: 0, row_label: null, column_label: null, formula: "", count: 3, sum: 6, value: 6, rest: { count: 0, value: 0 },
     terms: [0, 1].map((k) => ({ ...found, feature: k, value: 2, scale: 1, factors: [
       { value: 1, symbol: "a", cell: cell("a", 4, k) }, { value: 2, symbol: "w", cell: cell("w", k, 7) }] })).concat([
       { ...found, feature: null, value: 2, scale: 1, factors: [{ value: 2, symbol: "b", cell: cell("b", 0, 7) }] }]),

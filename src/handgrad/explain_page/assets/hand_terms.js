@@ -8,7 +8,7 @@
  * @typedef {{ value: number, factors: Factor[], scale: number, place: string | number | number[] | null }} Term  a token of the
  *   vocabulary, a position from 0, a feature in a list
  * @typedef {{ symbol: string, block: number | null, rowLabel: string | null, columnLabel: string | null, formula: string,
- *   caption: string, count: number, terms: Term[], rest: number, sum: number, value: number,
+ *   count: number, terms: Term[], rest: number, sum: number, value: number,
  *   shapes: Record<string, number[]> }} Entry
  */
 
@@ -23,9 +23,9 @@ export function entryOf(found) {
   const place = ({ token, position, feature }) =>
     token === null ? (feature === null ? null : [feature]) : position === null ? token : position - 1;
   const factor = ({ value, symbol, cell }) => ({ value, symbol, digits: all(value), cell });
-  const { symbol, block, row_label, column_label, formula, caption, count, sum, value } = found;
+  const { symbol, block, row_label, column_label, formula, count, sum, value } = found;
   return {
-    symbol, block, rowLabel: row_label, columnLabel: column_label, formula, caption, count, sum, value, rest: found.rest.value,
+    symbol, block, rowLabel: row_label, columnLabel: column_label, formula, count, sum, value, rest: found.rest.value,
     terms: inOrder(found.terms.map((t) => ({ value: t.value, scale: t.scale, factors: t.factors.map(factor), place: place(t) }))),
     shapes: {},
   };
@@ -47,9 +47,9 @@ export function unpack(stored) {
       return { value: factors.reduce((product, f) => product * f.value, scale), factors, scale, place };
     }),
   );
-  const { symbol, block, row_label, column_label, formula, caption, count } = stored;
+  const { symbol, block, row_label, column_label, formula, count } = stored;
   return {
-    symbol, block, rowLabel: row_label, columnLabel: column_label, formula, caption, count, shapes,
+    symbol, block, rowLabel: row_label, columnLabel: column_label, formula, count, shapes,
     terms: inOrder(terms.sort((a, b) => Math.abs(b.value) - Math.abs(a.value))),
     rest: Number(stored.rest), sum: Number(stored.sum), value: Number(stored.value),
   };

@@ -45,7 +45,6 @@ class HandTerms(TypedDict):
     row_label: str | None
     column_label: str | None
     formula: str
-    caption: str
     count: int
     parts: list[HandPart]
     rest: str

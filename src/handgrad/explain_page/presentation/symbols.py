@@ -1,4 +1,4 @@
-"""Every symbol of the formulas, in one table, by which the page explains a symbol where it is pointed at; docs/layers shows it.
+"""Every symbol of the formulas, in one table, by which the page explains what is pointed at; docs/layers shows it.
 
     python -m handgrad.explain_page.presentation.symbols      writes the table into docs/layers/README.md
 

@@ -19,10 +19,13 @@ from ..stations.table import Station
 FEW = 2  # the first rows of attention see too little to be an exercise
 
 
-def by_hand(session: Session, sentence: TracedSentence, t: Tensors, station: Station, stored: int) -> list[HandResult]:
-    """The results of a station. The first `stored` entries of each have their terms; the others are asked of `follow`."""
+def by_hand(
+    session: Session, sentence: TracedSentence, t: Tensors, station: Station, stored: int = 0, inner: bool = True
+) -> list[HandResult]:
+    """The results of a station, with what it computes on the way if `inner`. Without `stored` the terms are asked of
+    `follow`, else each result has that many entries, with their terms."""
     found: list[HandResult] = []
-    for way, name in _results(session, sentence, station):
+    for way, name in _results(session, sentence, station, inner):
         x = t[name]
         cells: list[HandCell] = []
         for head, row, column in entries(x, name):
@@ -37,16 +40,16 @@ def by_hand(session: Session, sentence: TracedSentence, t: Tensors, station: Sta
     return found
 
 
-def _results(session: Session, sentence: TracedSentence, station: Station) -> Iterator[tuple[Way, str]]:
+def _results(session: Session, sentence: TracedSentence, station: Station, inner: bool) -> Iterator[tuple[Way, str]]:
     """The names of what a station computes, in this order."""
     if station.kind == "tokens":
         yield "backward", "delta_0"
         return
     step = session.network.maker(station.a[0])
     assert step is not None
-    for name in (*_before(step), *step.outputs):
+    for name in (*(_before(step) if inner else ()), *step.outputs):
         yield "forward", name
-    for name in (*_inside(step), *(signal(x) for x in step.inputs if x != "a_0")):
+    for name in (*(_inside(step) if inner else ()), *(signal(x) for x in step.inputs if x != "a_0")):
         yield "backward", name
     for parameter in station.parameters:
         if sentence.trace.get(parameter.gradient) is not None:
@@ -123,7 +126,7 @@ def packed(t: Tensors, found: Followed) -> HandTerms:
         part["terms"].append([_place(term), *(x for factor in term["factors"] for x in _factor(factor))])
     return {
         "symbol": found["symbol"], "block": found["block"], "row_label": found["row_label"],
-        "column_label": found["column_label"], "formula": found["formula"], "caption": found["caption"],
+        "column_label": found["column_label"], "formula": found["formula"],
         "count": found["count"], "parts": [*parts.values()], "rest": digits(found["rest"]["value"]),
         "sum": digits(found["sum"]), "value": digits(found["value"]),
     }  # fmt: skip
