@@ -120,11 +120,11 @@ def _pictures(
 
 
 def _by_hand(session: Session, station: Station) -> dict[str, int]:
-    """What the file has of a station to compute by hand; of a large model one entry of each result, and what is computed on
-    the way in the last block and outside the blocks."""
+    """What the file has of a station to compute by hand; of a large model one entry of each result in the last block and
+    outside the blocks, and one of each station elsewhere."""
     if not session.large:
         return {"stored": BY_HAND}
-    return {"stored": 1, "inner": station.block in (None, session.model.config.n_blocks - 1)}
+    return {"stored": 1, "every": station.block in (None, session.model.config.n_blocks - 1)}
 
 
 def _proofs(session: Session, sentence: TracedSentence, watch: Watch) -> dict[str, Any]:

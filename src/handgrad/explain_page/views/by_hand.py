@@ -20,12 +20,15 @@ FEW = 2  # the first rows of attention see too little to be an exercise
 
 
 def by_hand(
-    session: Session, sentence: TracedSentence, t: Tensors, station: Station, stored: int = 0, inner: bool = True
+    session: Session, sentence: TracedSentence, t: Tensors, station: Station, stored: int = 0, every: bool = True
 ) -> list[HandResult]:
-    """The results of a station, with what it computes on the way if `inner`. Without `stored` the terms are asked of
-    `follow`, else each result has that many entries, with their terms."""
+    """Every result of a station, or one of them: its first gradient, else what it sends back. Without `stored` the terms are
+    asked of `follow`, else each result has that many entries, with their terms."""
     found: list[HandResult] = []
-    for way, name in _results(session, sentence, station, inner):
+    results = [*_results(session, sentence, station)]
+    if not every:
+        results = next(([x] for x in results if x[0] == "gradient"), results[-1:])
+    for way, name in results:
         x = t[name]
         cells: list[HandCell] = []
         for head, row, column in entries(x, name):
@@ -40,16 +43,16 @@ def by_hand(
     return found
 
 
-def _results(session: Session, sentence: TracedSentence, station: Station, inner: bool) -> Iterator[tuple[Way, str]]:
+def _results(session: Session, sentence: TracedSentence, station: Station) -> Iterator[tuple[Way, str]]:
     """The names of what a station computes, in this order."""
     if station.kind == "tokens":
         yield "backward", "delta_0"
         return
     step = session.network.maker(station.a[0])
     assert step is not None
-    for name in (*(_before(step) if inner else ()), *step.outputs):
+    for name in (*_before(step), *step.outputs):
         yield "forward", name
-    for name in (*(_inside(step) if inner else ()), *(signal(x) for x in step.inputs if x != "a_0")):
+    for name in (*_inside(step), *(signal(x) for x in step.inputs if x != "a_0")):
         yield "backward", name
     for parameter in station.parameters:
         if sentence.trace.get(parameter.gradient) is not None:
