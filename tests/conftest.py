@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from handgrad.model.config import ACTIVATIONS
 from handgrad.text import tokenizer
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 from processes import Processes, own_data
+from spent import Spent
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
 hurry()
@@ -38,6 +40,7 @@ SCALES = [1e-8, 1e-4, 1.0, 1e3]
 OTHER_ACTIVATIONS = [
     name for name in ACTIVATIONS if name != hg.preset("nano").activation
 ]  # of plain feed-forward layers
+GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are even, and have no period
 BROWSER_WANTED = os.environ.get("BROWSER") != "0"
 CHROMIUM = next(
     (
@@ -58,6 +61,15 @@ def need_chromium() -> str:
         "CI=true but no Chromium found: install it (apt-get install chromium), or set BROWSER=0"
     )
     return CHROMIUM
+
+
+def need_node() -> str:
+    """The path of node. Without it the test is skipped and named in the summary, or fails in CI."""
+    node = shutil.which("node")
+    if node is None and os.environ.get("CI") != "true":
+        pytest.skip("no node found: the tests of the explain page's JavaScript were LEFT OUT")
+    assert node is not None, "CI=true but node is missing: install it (apt-get install nodejs)"
+    return node
 
 
 def rounded(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -203,6 +215,25 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, default=0, help="run the tests in so many processes")
+    parser.addoption("--spent", type=int, default=0, help="show so many files and tests with the most processor time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In make test leave out the tests marked `long`, and of a test marked `some_cases(n)` keep about one case in n, the
+    first among them. Their distances vary: at equal ones some values of a parameter might never be chosen."""
+    if os.environ.get("HANDGRAD_CASES") != "some":
+        return
+    seen = Counter[str]()
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        some = item.get_closest_marker("some_cases")
+        chosen = some is None or seen[test] * GOLDEN % 1 < 1 / some.args[0]
+        (kept if chosen and not item.get_closest_marker("long") else left).append(item)
+        seen[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -212,6 +243,8 @@ def pytest_configure(config: pytest.Config) -> None:
     own_data(config)
     if n := config.getoption("processes"):
         config.pluginmanager.register(Processes(n))
+    if n := config.getoption("spent"):
+        config.pluginmanager.register(Spent(n))
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,10 @@ NUMBER = struct.Struct("i")
 
 
 def groups_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """Consecutive tests of one file."""
+    """Consecutive tests of one file. Those in no folder are first: they are the longest, and at the end of a run one core
+    would wait for them."""
     files = [list(tests) for _, tests in groupby(items, lambda item: item.path)]
+    files.sort(key=lambda tests: len(tests[0].path.parts))
     return [tests[i : i + AT_ONCE] for tests in files for i in range(0, len(tests), AT_ONCE)]
 
 

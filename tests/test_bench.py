@@ -126,6 +126,7 @@ def bench(
 
 @pytest.mark.filterwarnings("ignore")  # of the peers
 @pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.some_cases(2)
 def test_scenario_compares_results_and_times(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ def test_tensors_in_which_autocast_is_nearer_are_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the peers
+@pytest.mark.long
 def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examples(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -241,6 +243,7 @@ def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examp
 
 
 @pytest.mark.filterwarnings("ignore")  # of the peers
+@pytest.mark.long
 def test_memory_of_a_replaced_model_is_measured_without_that_of_libraries() -> None:
     case = CASES["bridge"](TINY)[1].name
     assert 0 < compete._peak_in_own_process("bridge", case, REPLACED, TINY) < 50e6  # transformers alone is larger
@@ -289,6 +292,7 @@ def test_the_matmuls_alone_are_those_of_a_step(rank: int) -> None:
     assert counted.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * n * expected
 
 
+@pytest.mark.long
 def test_explain_page_is_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.some_cases(3)
 def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)
     names: dict[str, object] = {}
@@ -192,6 +193,14 @@ def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
                 expected = [float(x) for x in numbers.findall(shown[1])]
                 assert len(found) == len(expected), f"{page.name} example {i}"
                 assert found == pytest.approx(expected, rel=1e-3, abs=1e-12), f"{page.name} example {i}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_in_blocks_parse(page: Path) -> None:
+    """Those of every page, also of one that make test does not run."""
+    for block in re.findall(r"^```(?:sh|console)\n(.*?)^```", page.read_text(), re.S | re.M):
+        for arguments in commands_in(block):
+            check_parses(arguments)
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "docs" / "notebooks").glob("*.py")), ids=lambda p: p.stem)
@@ -230,6 +239,7 @@ def test_wrong_outline_fails() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.some_cases(2)
 def test_help_examples_run(name: str, folder: Folder) -> None:
     found = examples_of_help(name)
     assert found, f"handgrad {name} --help has no example"

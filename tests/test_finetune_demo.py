@@ -79,6 +79,7 @@ def compared(demo: Demo) -> str:
     return out.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_transformers_and_peft_take_the_same_steps(told: tuple[Demo, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))

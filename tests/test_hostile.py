@@ -538,6 +538,7 @@ def runner() -> Iterator[Runner]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.some_cases(5)
 def test_hostile_files_are_rejected_or_read_within_limits(case: Case, runner: Runner, tmp_path: Path) -> None:
     case.make(tmp_path)
     found = runner.run(case.name, tmp_path)

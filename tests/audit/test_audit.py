@@ -43,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about names of G
     [(family, torch.float32) for family in FAMILIES]
     + [(family, torch.bfloat16) for family in FAMILIES if ALL or family in MECHANISMS],
 )
+@pytest.mark.some_cases(10)
 def test_sound_models_pass(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, tie_word_embeddings=family == "llama").to(dtype)
     report = hg.audit(model, batch(), setup=False)
@@ -240,6 +241,7 @@ FAULTS: dict[str, tuple[Make, str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.some_cases(4)
 def test_faults_are_found_and_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, layer, kind, words = FAULTS[name]
     report = hg.audit(make(monkeypatch), batch(), setup=False)

@@ -48,6 +48,7 @@ def exact_loss(model: Any, given: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name.partition(",")[0] in EXPERTS])
+@pytest.mark.some_cases(8)
 def test_sound_members_pass_in_float64(name: str) -> None:
     ids = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(2))
     report = hg.audit(transformers_model(name), {"input_ids": ids}, loss=exact_loss, setup=False, dtype="float64")
@@ -57,6 +58,7 @@ def test_sound_members_pass_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", BALANCED)
+@pytest.mark.some_cases(6)
 def test_a_balance_loss_is_audited(family: str, dtype: torch.dtype) -> None:
     report = hg.audit(balanced(family).to(dtype), batch(), setup=dtype == torch.float32)
     assert report.passed, str(report)
@@ -83,6 +85,7 @@ def test_sound_set_ups_pass(family: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(AUDITS // 4) if AUDITS else [0, 1, 2, 3, 5, 8])
+@pytest.mark.some_cases(3)
 def test_random_sound_mixtures_pass(seed: int) -> None:
     name, model, made = random_model(seed, EXPERTS)
     report = hg.audit(model, made, setup=False)
@@ -315,6 +318,7 @@ FAULTS: dict[str, tuple[str, Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.some_cases(8)
 def test_faults_are_named(name: str) -> None:
     family, change, layer, words = FAULTS[name]
     groups = {
@@ -366,6 +370,7 @@ BALANCE_FAULTS: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BALANCE_FAULTS)
+@pytest.mark.some_cases(4)
 def test_faults_of_the_balance_loss_are_named(name: str) -> None:
     loss, layer, words = BALANCE_FAULTS[name]
     report = hg.audit(balanced(), batch(), loss=loss, setup=False)
@@ -460,6 +465,7 @@ def norm_of(pick: Callable[[str, Tensor], Tensor | None]) -> Callable[[Any], Ten
         (lambda name, grad: None if ".gate." in name else grad, "if the routers were left out"),
     ],
 )
+@pytest.mark.some_cases(2)
 def test_a_norm_that_leaves_gradients_out(pick: Any, words: str) -> None:
     found = failed(mixture("mixtral", num_local_experts=6), grad_norm=norm_of(pick))
     assert words in found["the gradient norm counts every tensor"], found

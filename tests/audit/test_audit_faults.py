@@ -183,6 +183,7 @@ LEFT_PADDED: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *LEFT_PADDED])
+@pytest.mark.some_cases(6)
 def test_faults_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, layer, words = {**FAULTS, **LEFT_PADDED}[name]
     made = batch(left=name in LEFT_PADDED)
@@ -254,6 +255,7 @@ def test_the_names_of_a_package_and_of_a_function_do_not_meet() -> None:
         ("scaling", 0.3, "if the scores were multiplied by 0.3, not by 0.378"),
     ],
 )
+@pytest.mark.some_cases(2)
 def test_faults_of_capped_scores(name: str, wrong: float | None, cause: str) -> None:
     model = transformers_model("gemma2, 3 queries to a key")
     with torch.no_grad():

@@ -474,6 +474,7 @@ def test_long_work_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.some_cases(3)
 def test_closed_streams_end_without_a_traceback(tmp_path: Path, closed: str) -> None:
     """Nor does a file that the command opens get the number of a closed stream."""
     save_with_bytes(make_model(n_vocab=256, n_context=48, d_model=24), tmp_path / "m")
@@ -485,6 +486,7 @@ def test_closed_streams_end_without_a_traceback(tmp_path: Path, closed: str) -> 
 
 
 @pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}])
+@pytest.mark.some_cases(3)
 def test_output_that_the_locale_cannot_express(locale: dict[str, str]) -> None:
     """Tables, and errors."""
     code = """
@@ -520,6 +522,7 @@ def limited(folder: Path, megabytes: int, *arguments: object) -> subprocess.Comp
     return run_processes(1, folder / "limited.py", megabytes * 1_000_000, *arguments)
 
 
+@pytest.mark.long
 def test_too_little_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was needed, what is there, which option helps; plan says it before."""
     monkeypatch.setenv("COLUMNS", "300")

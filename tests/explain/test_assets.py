@@ -1,7 +1,6 @@
 """The page's JavaScript: its pure parts run by node, and rules that are checked by reading it."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -9,35 +8,40 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.explain_page.page_files import asset, modules, served
+from conftest import need_node
+from handgrad.explain_page.page_files import asset, imported, modules, served
 
-NODE = shutil.which("node")
-LEFT_OUT = "no node found: the unit tests of the explain page's JavaScript were LEFT OUT"
 SCRIPTS = [name for name in served() if name.endswith(".js")]
 
 
-@pytest.mark.skipif(NODE is None and os.environ.get("CI") != "true", reason=LEFT_OUT)
 def test_the_pure_parts(tmp_path: Path) -> None:
-    assert NODE is not None, "CI=true but node is missing: install it (apt-get install nodejs)"
+    node = need_node()
     for name in SCRIPTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(asset(name), encoding="utf-8")
     (tmp_path / "package.json").write_text(json.dumps({"type": "module"}))
     tests = sorted((Path(__file__).parent / "js").glob("*.test.js"))
     for test in tests:
         shutil.copy(test, tmp_path)
     done = subprocess.run(
-        [NODE, "--test", *(test.name for test in tests)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [node, "--test", *(test.name for test in tests)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(re.findall(r"^# pass (\d+)|^ℹ pass (\d+)", done.stdout, re.M)[0][0] or 99) >= 15
 
 
-def test_every_module_is_used_and_comes_after_what_it_imports() -> None:
-    order = modules()
-    assert sorted(order) == sorted(SCRIPTS) and order[-1] == "page.js"
+@pytest.mark.parametrize("first", ["page.js", "live/serve.js"])
+def test_every_module_comes_after_what_it_imports(first: str) -> None:
+    order = modules(first)
+    assert order[-1] == first
     for name in order:
-        for other in re.findall(r'from "\./(\w+\.js)"', asset(name)):
-            assert order.index(other) < order.index(name), f"{name} imports {other}"
+        for path in re.findall(r'from "(\..*\.js)"', asset(name)):
+            assert order.index(imported(name, path)) < order.index(name), f"{name} imports {path}"
+
+
+def test_every_module_is_used() -> None:
+    """By the page, or by the program that answers its requests in the browser."""
+    assert {*modules(), *modules("live/serve.js")} == {*SCRIPTS}
 
 
 @pytest.mark.parametrize("name", sorted(served()))

@@ -21,7 +21,7 @@ from handgrad.cli.explain import choose, explain
 from handgrad.explain_page.server import Server
 from handgrad.formats import models
 from handgrad.formats.models import find_model
-from handgrad.text import downloads
+from handgrad.text import downloads, tokenizer
 from handgrad.training import checkpoint
 from handgrad.training.run import Run
 
@@ -52,6 +52,16 @@ def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert str(tmp_path) not in page and "model = hg.load('model').eval()" in page, "others have no such path"
 
 
+def test_a_live_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    characters = tokenizer.make("chars", [TEXT])
+    hg.save(hg.GPT(hg.preset("nano", n_vocab=characters.n_vocab, n_blocks=1, d_model=16)), tmp_path / "model")
+    characters.write(tmp_path / "model")
+    explain(model=str(tmp_path / "model"), text=TEXT, html=tmp_path / "page.html", live=True)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'id="live-model"' in page and 'embedded-answers">' not in page and str(tmp_path) not in page
+    assert "page.html" in capsys.readouterr().out
+
+
 def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli_explain, "_train_small_model", lambda: run_folder(tmp_path / "small"))
@@ -75,6 +85,7 @@ def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert choose(str(model_directory(tmp_path / "bytes", with_tokenizer=False)))[1].encode("a") == [97]
 
 
+@pytest.mark.long
 def test_the_small_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_explain, "STEPS", 2)
     monkeypatch.setattr(cli_explain, "cache_path", lambda kind, name: tmp_path / kind / name)

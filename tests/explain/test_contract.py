@@ -56,6 +56,7 @@ def requests(stations: list[dict[str, Any]], id: str, other: str) -> Iterator[tu
 
 
 @pytest.mark.parametrize("shape", [{}, {**LLAMA, "lora": 2}], ids=["gpt2", "llama with adapters"])
+@pytest.mark.some_cases(3)
 def test_every_answer_is_what_is_declared(
     shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

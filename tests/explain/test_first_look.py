@@ -27,6 +27,7 @@ def word_of_the_story(session: Session) -> int:
     return 3 + int(chances[3:].argmin())
 
 
+@pytest.mark.long
 def test_every_view_starts_at_the_word_of_the_story(open_page: Open, session: Session) -> None:
     t = word_of_the_story(session)
     assert t > 0
@@ -88,6 +89,7 @@ def test_the_lines_of_python_define_the_model(open_page: Open) -> None:
     assert isinstance(names["model"], hg.GPT) and isinstance(names["trace"], hg.Trace)
 
 
+@pytest.mark.long
 def test_a_narrow_page_shows_the_station_and_folds_the_map(open_page: Open) -> None:
     page = open_page("#/station/blocks.0.a_2/forward", viewport={"width": 360, "height": 740})
     top = page.locator(".station-head h2").bounding_box()

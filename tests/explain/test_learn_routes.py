@@ -78,6 +78,7 @@ def test_code_runs_only_for_our_own_page(server: Server) -> None:
 
 
 @pytest.mark.parametrize("shape", [{}, LLAMA, {"lora": 2}], ids=["gpt2", "llama", "lora"])
+@pytest.mark.some_cases(3)
 def test_solutions_are_right_on_every_station(shape: dict[str, Any]) -> None:
     session = make_session(**{"n_blocks": 1, **shape})
     traced = session.sentence(TEXT)

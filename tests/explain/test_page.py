@@ -295,6 +295,7 @@ def test_a_new_sentence_ends_a_run_and_keeps_the_weights(open_page: Open, sessio
 
 
 @pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.some_cases(3)
 def test_no_number_is_cut_off(open_page: Open, width: int) -> None:
     page = open_page("#/step", viewport={"width": width, "height": 760})
 
@@ -325,6 +326,7 @@ def test_no_number_is_cut_off(open_page: Open, width: int) -> None:
     [("station/a_1/forward?text=x", "at least two tokens"), (f"flow?text={'x' * 60}", "at most 48"),
      ("station/blocks.7.a_3/backward", "no station ‘blocks.7.a_3’"), ("nowhere", "no view ‘nowhere’")],
 )  # fmt: skip
+@pytest.mark.some_cases(3)
 def test_an_invalid_link_shows_a_message(browser: Browser, url: str, where: str, message: str) -> None:
     context = browser.new_context()  # the browser logs the rejected request
     page = context.new_page()
@@ -476,6 +478,7 @@ def test_only_adapters_are_trained(open_page: Open) -> None:
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (360, 740)])
+@pytest.mark.some_cases(3)
 def test_the_tour_shows_its_subjects(open_page: Open, size: tuple[int, int]) -> None:
     page = open_page(viewport={"width": size[0], "height": size[1]})
     page.click("#tour-button")
@@ -524,7 +527,9 @@ STATIONS = (
 
 
 @pytest.mark.parametrize(
-    ("scheme", "width", "rules"), [("light", 1280, ()), ("dark", 1920, ("color-contrast",))], ids=["light", "dark"]
+    ("scheme", "width", "rules"),
+    [("light", 1280, ()), pytest.param("dark", 1920, ("color-contrast",), marks=pytest.mark.long)],
+    ids=["light", "dark"],
 )
 def test_no_accessibility_violations(open_page: Open, scheme: str, width: int, rules: tuple[str, ...]) -> None:
     """The schemes differ in their colors only. Nothing overflows at these widths."""
@@ -535,6 +540,7 @@ def test_no_accessibility_violations(open_page: Open, scheme: str, width: int, r
         assert overflow(page) <= 0, where
 
 
+@pytest.mark.long
 def test_nothing_overflows_on_a_phone(open_page: Open) -> None:
     page = open_page(viewport={"width": 360, "height": 760})
     for where in visit_every_view(page):
@@ -588,6 +594,7 @@ def test_the_exported_file_works_offline(open_page: Open, session: Session, tmp_
     )
 
 
+@pytest.mark.long
 def test_the_exported_page_of_another_family(open_page: Open, tmp_path: Path) -> None:
     """Grouped queries, rotation, q/k norms, RMSNorm and a gate, in one page load."""
     session = make_session(**{**QWEN3, "n_blocks": 1})
@@ -661,6 +668,7 @@ def test_html_in_an_exported_sentence_stays_text(open_page: Open, tmp_path: Path
 # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_a_redraw_leaves_focus_and_open_sections_alone(open_page: Open) -> None:
     page = open_page("#/station/blocks.1.a_3/backward")
     expect(page.locator("#badge")).to_have_class("badge good")
@@ -758,6 +766,7 @@ def test_the_error_between_tokens_points_from_row_to_column(open_page: Open) -> 
         expect(figures.nth(index).locator(".readout")).to_contain_text(f"‘e’ (position 5) {arrow} ‘o’ (position 2)")
 
 
+@pytest.mark.long
 def test_pictures_can_be_saved(open_page: Open, session: Session) -> None:
     page = open_page("#/station/blocks.0.a_3/backward?head=1", permissions=["clipboard-read", "clipboard-write"])
     figure = page.locator("figure.heat", has=page.locator('canvas[data-name="blocks.0.delta_raw"]'))
@@ -799,6 +808,7 @@ def saved(page: Page, figure: Locator) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long
 def test_every_line_of_python_on_the_page_runs(open_page: Open, session: Session) -> None:
     page = open_page("#/station/a_0/forward")
     sentence = session.sentence(TEXT)

@@ -41,6 +41,7 @@ def odd(request: pytest.FixtureRequest) -> Iterator[tuple[Session, str]]:
         yield session, url
 
 
+@pytest.mark.some_cases(3)
 def test_the_start_of_a_diverged_and_of_an_undecided_model(open_page: Open, odd: tuple[Session, str]) -> None:
     session, url = odd
     sentence = session.sentence(TEXT)

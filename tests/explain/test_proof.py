@@ -39,6 +39,7 @@ def failed_stations(results: CheckResults, kind: str | None = None) -> set[str]:
      LLAMA, QWEN3, SMOLLM3, LFM2, SCALED, SCORES, {**LLAMA, "lora": 2},
      {**LFM2, "lora": 2}, {**QWEN3, "lora": 2, "n_blocks": 1}],
 )  # fmt: skip
+@pytest.mark.some_cases(2)
 def test_every_station_passes(shape: dict[str, object]) -> None:
     results = check_all(make_session(**shape))  # type: ignore[arg-type]
     assert failed_stations(results) == set()
@@ -54,6 +55,7 @@ def test_every_station_passes(shape: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("shape", [{}, {"tied": False, "logits_bias": True}, QWEN3])
+@pytest.mark.some_cases(5)
 def test_every_station_of_a_large_model_passes(shape: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer; the tables are small enough here for finite differences, which are not taken of them."""
     monkeypatch.setattr("handgrad.explain_page.session.session.LARGE", 0)
@@ -112,6 +114,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
+@pytest.mark.some_cases(3)
 def test_a_broken_formula_fails_at_its_station(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module_, function, wrong, expected = BREAKAGES[name]
     monkeypatch.setattr(module_, function, wrong)

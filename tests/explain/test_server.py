@@ -140,7 +140,7 @@ def test_without_the_key_of_the_address_nothing_is_answered(server: Server, key:
     routes = [(method, route.path) for route in server._server.config.app.routes for method in route.methods]  # type: ignore[union-attr]
     assert ("GET", "/api/learn") in routes and ("POST", "/api/learn/grade") in routes and len(routes) > 20
     for method, path in routes:
-        if path in ("/assets/{name}", "/favicon.ico"):
+        if path in ("/assets/{name:path}", "/favicon.ico"):
             continue
         body = {} if method == "POST" else None
         status, found, _ = call(server, method, path, body, {**headers, **(JSON if method == "POST" else {})})

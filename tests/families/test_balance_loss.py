@@ -50,6 +50,7 @@ def their_loss(network: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> tuple
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.some_cases(3)
 def test_value_and_every_gradient(name: str, tmp_path: Path) -> None:
     theirs, ours = opened(name, tmp_path, **ASKED)
     assert ours.config.balance_loss == 0.7
@@ -76,6 +77,7 @@ def test_without_the_balance_loss_the_comparison_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.some_cases(3)
 def test_config_json_says_the_same_afterwards(name: str, tmp_path: Path) -> None:
     _, ours = opened(name, tmp_path / "theirs", **ASKED)
     hg.save(ours, tmp_path / "ours")

@@ -128,6 +128,7 @@ LEFT = {
 
 @pytest.mark.filterwarnings("ignore:handgrad leaves Qwen2MoeAttention")
 @pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.some_cases(8)
 def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
     judge, model = pair(name)
     names = list(model.state_dict())
@@ -158,6 +159,7 @@ def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.some_cases(3)
 def test_padding(name: str, side: str) -> None:
     judge, model = pair(name)
     result = hg.nn.replace(model, loss=True)
@@ -173,6 +175,7 @@ def test_padding(name: str, side: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # PEFT warns about names of GPT-2's layers
 @pytest.mark.parametrize("name", DENSE)
+@pytest.mark.some_cases(3)
 def test_adapters_of_peft(name: str) -> None:
     dora = name.startswith(("gpt2", "qwen2"))
     options = LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", target_modules=layers_of(name), use_dora=dora)

@@ -25,6 +25,7 @@ from handgrad.proof.oracles import relative_error
 
 
 @pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.some_cases(3)
 def test_logits_and_every_gradient(name: str, tmp_path: Path) -> None:
     theirs, ours = opened(name, tmp_path)
     parameters = their_tensors(theirs)
@@ -40,6 +41,7 @@ def test_logits_and_every_gradient(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("path", [{"recompute": "blocks"}, {"tokens_at_once": 8}], ids=str)
+@pytest.mark.some_cases(3)
 def test_other_code_paths_give_the_same_gradients(name: str, path: dict[str, object], tmp_path: Path) -> None:
     theirs, ours = opened(name, tmp_path)
     tokens, targets = batch()
@@ -48,6 +50,7 @@ def test_other_code_paths_give_the_same_gradients(name: str, path: dict[str, obj
 
 
 @pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.some_cases(3)
 def test_a_rectangle_of_tokens_and_a_target_at_one_position(name: str, tmp_path: Path) -> None:
     theirs, ours = opened(name, tmp_path)
     tokens = torch.randint(29, (3, 9))
@@ -60,6 +63,7 @@ def test_a_rectangle_of_tokens_and_a_target_at_one_position(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", [*TYPICAL, "llama, yarn with options", "smollm3, every fourth layer unrotated"])
+@pytest.mark.some_cases(3)
 def test_greedy_generation(name: str, tmp_path: Path) -> None:
     theirs, ours = opened(name, tmp_path)
     prompts = torch.randint(29, (2, 5))
@@ -84,6 +88,7 @@ ONE_BLOCK = {
 
 
 @pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.some_cases(6)
 def test_verify_passes_and_names_every_parameter(name: str, tmp_path: Path) -> None:
     changes = {"num_hidden_layers": 1, **ONE_BLOCK.get(name.split(",")[0], {})}
     _, model = opened(name, tmp_path, **changes)

@@ -44,6 +44,7 @@ def factors(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.some_cases(4)
 def test_we_load_pefts_adapter_and_take_the_same_step(name: str, kind: str, tmp_path: Path) -> None:
     base, ours = opened(name, tmp_path / "m")
     options = LoraConfig(
@@ -87,6 +88,7 @@ def test_we_load_pefts_adapter_and_take_the_same_step(name: str, kind: str, tmp_
 
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.some_cases(4)
 def test_peft_loads_our_adapter(name: str, kind: str, tmp_path: Path) -> None:
     _, ours = opened(name, tmp_path / "m")
     hg.lora.inject(ours, rank=3, alpha=5, targets=layers_of(name), dora=kind == "dora")
@@ -98,6 +100,7 @@ def test_peft_loads_our_adapter(name: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.some_cases(3)
 def test_merged_adapter_is_the_model_that_peft_merges(name: str, tmp_path: Path) -> None:
     base, ours = opened(name, tmp_path / "m")
     theirs = get_peft_model(base, LoraConfig(r=2, lora_alpha=3, target_modules=layers_of(name))).double()
@@ -114,6 +117,7 @@ def test_merged_adapter_is_the_model_that_peft_merges(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["gpt2, tied", "gptj, tied", "gpt_neox, tied", "nemotron, biases", "gpt_oss, window"])
 @pytest.mark.parametrize(("bias", "kind"), [("all", "plain"), ("lora_only", "dora")])
+@pytest.mark.some_cases(3)
 def test_biases_that_train_with_an_adapter_in_both_directions(name: str, bias: str, kind: str, tmp_path: Path) -> None:
     base, ours = opened(name, tmp_path / "m")
     targets = layers_of(name)[1:3]

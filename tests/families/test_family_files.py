@@ -115,6 +115,7 @@ def test_gptj_has_fixed_frequencies(field: dict[str, Any], copy_of: Callable[[st
 
 
 @pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.some_cases(8)
 def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
     theirs = transformers_model(name)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -133,6 +134,7 @@ def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.some_cases(3)
 def test_stored_dtype_survives(name: str, dtype: str, tmp_path: Path) -> None:
     theirs = transformers_model(name).to(getattr(torch, dtype))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -145,6 +147,7 @@ def test_stored_dtype_survives(name: str, dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.some_cases(4)
 def test_a_folder_in_several_files(family: str, tmp_path: Path) -> None:
     transformers_model(PLAIN[family]).save_pretrained(tmp_path / "m", max_shard_size="4KB")
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 2
@@ -172,6 +175,7 @@ OLD = [
 
 @pytest.mark.parametrize("fields", OLD, ids=str)
 @pytest.mark.parametrize("name", ["llama, llama3", "smollm3, llama3"])
+@pytest.mark.some_cases(3)
 def test_rotary_fields_of_files_old_and_new(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     edit(tmp_path / "m", without=("rope_parameters",))
@@ -191,6 +195,7 @@ OMITTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.some_cases(6)
 def test_omitted_fields_have_transformers_defaults(family: str, tmp_path: Path) -> None:
     sizes = {
         "model_type": family, "vocab_size": 29, "hidden_size": 64, "intermediate_size": 11,
@@ -249,6 +254,13 @@ def test_a_tied_file_that_holds_the_head_twice_and_old_rotary_tables(copy_of: Ca
     assert_opened_alike(folder)
 
 
+def test_gelu_of_the_first_gemma_files_is_its_approximation_by_tanh(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("gemma")
+    edit(folder, hidden_act="gelu", hidden_activation=None)
+    assert hg.load(folder).config.activation == "gelu_tanh"
+    assert_opened_alike(folder)
+
+
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # fields that change the mathematics, or that say the weights were made for other mathematics
@@ -291,6 +303,14 @@ OF_A_FAMILY: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_parameters": YARN, "original_max_position_embeddings": 16}, "yarn"),
     ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    # what transformers ignores, or reads otherwise
+    ("gpt_neox", {"rope_parameters": None, "rope_theta": 500.0}, "rope_theta is 500.0.*give it as rotary_emb_base"),
+    ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.5, "partial_rotary_factor": 0.25}, "give it as rotary_pct"),
+    ("gemma3_text", {"attn_logit_softcapping": 2.0}, "attn_logit_softcapping is 2.0; only null"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must hold full_attention"),
+    ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "call it rope_type"),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "applies to some blocks only"),
+    ("olmo3", {"layer_types": None, "sliding_window_pattern": 2}, "transformers ignores it in this family"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),

@@ -97,6 +97,7 @@ def saved(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.some_cases(8)
 def test_every_member_comes_back_or_is_refused(name: str, tmp_path: Path) -> None:
     folder, out = saved(name, tmp_path / "model"), tmp_path / "out.gguf"
     reason = REFUSED.get(name)

@@ -89,6 +89,7 @@ def test_an_edit_that_changes_nothing(case: Case) -> None:
     assert_close(edited, {n: x for n, x in case.trace.items() if x.is_floating_point()})
 
 
+@pytest.mark.some_cases(3)
 def test_edits_change_the_loss_as_the_error_signals_say(case: Case) -> None:
     for name in ("a_1", *(name for step in case.model.blocks[1].steps() for name in step.outputs)):
         name = f"blocks.1.{name}"
@@ -202,6 +203,7 @@ def session_of(case: Case) -> Session:
     return Session(case.loaded(), tokenizer.make("bytes", ()), "small", "for a test", TEXT)
 
 
+@pytest.mark.some_cases(3)
 def test_the_explain_page(case: Case) -> None:
     """Every station and view; in every tensor a number, followed to its terms, is their sum."""
     session = session_of(case)
@@ -237,6 +239,7 @@ def test_the_explain_page(case: Case) -> None:
         assert given["sum"] == pytest.approx(given["value"], rel=1e-8, abs=1e-12), name
 
 
+@pytest.mark.some_cases(3)
 def test_the_proofs(case: Case) -> None:
     session = session_of(case)
     prover, results = Prover(session), CheckResults()
@@ -246,6 +249,7 @@ def test_the_proofs(case: Case) -> None:
     assert failed == []
 
 
+@pytest.mark.some_cases(6)
 def test_the_audit(case: Case) -> None:
     tokens = case.tokens[:10].view(2, 5)
     report = hg.audit(case.theirs, {"input_ids": tokens, "labels": tokens}, setup=False)

@@ -45,6 +45,7 @@ def load(name: str, folder: Path) -> hg.GPT:
 
 
 @pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.some_cases(8)
 def test_a_step_is_that_of_float32_up_to_rounding(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path / "m")
     exact = gradients(model)
@@ -71,6 +72,7 @@ def test_a_step_is_that_of_float32_up_to_rounding(name: str, tmp_path: Path) -> 
     [{}, {"dora": True}, {"dropout": 0.3}, {"rslora": True, "targets": ("all-linear", "lm_head")}],
     ids=str,
 )
+@pytest.mark.some_cases(8)
 def test_adapters_on_a_base_in_bfloat16(name: str, adapter: dict[str, Any], tmp_path: Path) -> None:
     model = load(name, tmp_path / "m")
     targets = [x.replace("lm_head", model.config.table.names["head"]) for x in adapter.get("targets", ("all-linear",))]

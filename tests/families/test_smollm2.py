@@ -81,6 +81,7 @@ def test_configuration_and_tensors_equal_those_of_transformers(theirs: Any, path
     assert packed == sum(stored.data.numel() for stored in file.tensors.values()) < 97e6
 
 
+@pytest.mark.long
 def test_logits_loss_and_every_gradient_equal_those_of_transformers(theirs: Any, passage: Tensor) -> None:
     ours = hg.load("smollm2")
     with torch.no_grad():

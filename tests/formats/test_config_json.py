@@ -30,6 +30,7 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
+@pytest.mark.some_cases(6)
 def test_saved_choices_come_back(name: str, tmp_path: Path) -> None:
     preset, changes = ODD[name]
     model = hg.GPT(hg.preset(preset, **{**SMALL, **changes}), seed=1, dtype="float64")

@@ -253,6 +253,7 @@ def make_transformers_model(shape: dict[str, Any]) -> GPT2LMHeadModel:
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.some_cases(4)
 def test_transformers_and_we_agree_in_both_directions(
     shape: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -154,7 +154,7 @@ REFUSED = {
     "no number of used experts": (put("llama.expert_used_count", None), "has no llama.expert_used_count"),
     "more experts used than there are": (put("llama.expert_used_count", 6), "num_experts_per_tok|experts_per_token"),
     "a number that no stack has": (put("llama.expert_count", 6), "has the shape .5, .*expected .6, "),
-    "far too many experts": (put("llama.expert_count", 1 << 30), "must be an integer of at most 65,536"),
+    "far too many experts": (put("llama.expert_count", 1 << 30), "must be an integer of at most 2,048"),
     "a text": (put("llama.expert_count", "many"), "llama.expert_count is .many., not an integer"),
     "a stack of two dimensions": (
         put(EXPS, np.zeros((55, 18), np.float32)),
@@ -193,6 +193,7 @@ def saved(folder: Path, name: str = "mixtral, many experts") -> Path:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "BF16", "MXFP4"])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.some_cases(3)
 def test_packed_gradients_equal_unpacked_ones(kind: str, recompute: str, tmp_path: Path) -> None:
     write_gguf(str(saved(tmp_path / "model")), tmp_path / "m.gguf", kind)
     stored = open_gguf(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"]

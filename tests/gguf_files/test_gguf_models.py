@@ -280,6 +280,7 @@ def contents(name: str) -> tuple[PreTrainedModel, str, dict[str, Any], Tensors]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.some_cases(3)
 def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     """Its logits, from the configuration and the tensors that were read."""
     model, architecture, values, written = contents(name)

@@ -54,6 +54,7 @@ def test_the_type_of_experts_needs_experts(wide: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [*(x for x in TYPES if x != EXPERTS), "Q4_K_M"])
+@pytest.mark.some_cases(3)
 def test_every_type_is_read_back_within_its_rounding(kind: str, wide: Path, tmp_path: Path) -> None:
     done = write_gguf(str(wide), tmp_path / "out.gguf", kind.lower())
     exact, found = hg.load(wide), hg.load(tmp_path / "out.gguf")

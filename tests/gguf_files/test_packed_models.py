@@ -59,6 +59,7 @@ def adapted(model: hg.GPT, **options: Any) -> hg.GPT:
 
 @pytest.mark.parametrize("kind", WRITABLE)
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.some_cases(3)
 def test_packed_gradients_equal_unpacked_ones(kind: str, tied: bool, tmp_path: Path) -> None:
     path = gguf_file(tmp_path, kind, tie_word_embeddings=tied)
     plain, packed = (adapted(hg.load(path, packed=p), targets=["all-linear", "lm_head"]) for p in (False, True))

@@ -51,6 +51,7 @@ def run(engine: Engine) -> None:
 @pytest.mark.parametrize("taps", [1, 2, 3, 5])
 @pytest.mark.parametrize("conv_blocks", [(0, 2), (1,), (0, 1, 2), ()])
 @pytest.mark.parametrize("at_once", [1, 2, 7, 1024])
+@pytest.mark.some_cases(10)
 def test_uneven_prompts_in_any_pieces(conv_blocks: tuple[int, ...], taps: int, at_once: int) -> None:
     model = make(conv_blocks, taps)
     engine = Engine(model, tokens_at_once=at_once)

@@ -42,6 +42,7 @@ def greedy(model: GPT, prompt: list[int], n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [*TYPICAL, "llama, yarn with options", "smollm3, every fourth layer unrotated"])
+@pytest.mark.some_cases(6)
 def test_uneven_prompts_equal_transformers(name: str, tmp_path: Path) -> None:
     """Cached, uncached, in pieces, batched with others and by transformers, one prompt at a time."""
     theirs = transformers_model(name)

@@ -100,6 +100,7 @@ def test_stop_ids_end_rows_early() -> None:
 @pytest.mark.parametrize("family", ["nano", "nano-llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.8, "repetition_penalty": 1.2}, {"min_p": 0.1}])
+@pytest.mark.some_cases(6)
 def test_same_seed_same_tokens_alone_and_in_a_batch(family: str, dtype: torch.dtype, options: dict[str, float]) -> None:
     torch.manual_seed(1)
     shape = {"n_vocab": 97, "n_context": 64, "d_model": 24, "n_heads": 4, "n_blocks": 2}

@@ -101,6 +101,7 @@ def chi_square_limit(degrees: int) -> float:
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, *ONE_BY_ONE[1:3], *COMBINED], ids=str
 )
+@pytest.mark.some_cases(3)
 def test_samples_follow_the_probabilities(options: dict[str, float]) -> None:
     """Chi-square over 20,000 samples."""
     chosen, draws = Sampling(**{"temperature": 1.0, "seed": 3, **options}), 20_000

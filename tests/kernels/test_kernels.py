@@ -65,6 +65,7 @@ def ops(n: int, w: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "w"), SHAPES)
 @pytest.mark.parametrize("name", list(ops(1, 1, torch.float32)))
+@pytest.mark.some_cases(5)
 def test_equal_to_torch_calls(name: str, n: int, w: int, dtype: torch.dtype) -> None:
     for ours, plain in zip(*both(ops(n, w, dtype)[name]), strict=True):
         assert ours.shape == plain.shape and ours.dtype == plain.dtype
@@ -86,6 +87,7 @@ PRODUCTS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "w"), PRODUCTS)
 @pytest.mark.parametrize("by_columns", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.some_cases(3)
 def test_products_are_equal_to_torch_calls(
     m: int, n: int, w: int, by_columns: tuple[bool, bool], dtype: torch.dtype
 ) -> None:
@@ -143,6 +145,7 @@ ATTENTION = [
 @pytest.mark.parametrize(("lengths", "heads", "key_heads", "d_rho", "d_h"), ATTENTION)
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 1), (True, 40), (True, 100)])
 @pytest.mark.parametrize("some", [False, True])
+@pytest.mark.some_cases(3)
 def test_attention_is_equal_to_torch_calls(
     lengths: list[int], heads: int, key_heads: int, d_rho: int, d_h: int, causal: bool, window: int | None, some: bool,
     dtype: torch.dtype,

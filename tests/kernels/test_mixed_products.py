@@ -163,6 +163,7 @@ def test_threads_switch_one_after_the_other() -> None:
 @pytest.mark.parametrize("by_rows", list(itertools.product([True, False], repeat=2)))
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, FLOAT), (FLOAT, FLOAT)])
 @pytest.mark.parametrize("switch", ["stand-in", "real"])
+@pytest.mark.some_cases(6)
 def test_products_by_torch(
     fresh: pytest.MonkeyPatch, switch: str, dtypes: tuple[torch.dtype, torch.dtype], by_rows: tuple[bool, bool]
 ) -> None:

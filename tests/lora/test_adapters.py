@@ -81,6 +81,7 @@ def test_peft_loads_our_adapter(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.some_cases(3)
 def test_we_load_peft_adapter_and_take_the_same_step(kind: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -143,6 +144,7 @@ def test_save_and_load_round_trip_is_bit_identical(options: dict[str, Any], tmp_
 @pytest.mark.parametrize("kind", ["plain", "dora", "head and more, dora"])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.some_cases(6)
 def test_gradients_match_finite_differences(kind: str, dropout: float, recompute: str) -> None:
     model = adapted_model(**KINDS[kind], dropout=dropout)
     tokens, targets, lengths = small_batch()

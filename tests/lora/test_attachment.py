@@ -28,6 +28,7 @@ OPTIONS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.some_cases(3)
 def test_the_base_comes_back_exactly(options: dict[str, object], tied: bool, tmp_path: Path) -> None:
     model = base_in(tmp_path / "base", tied=tied)
     save_adapter(hg.load(tmp_path / "base"), tmp_path / "a", **options)

@@ -97,6 +97,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.some_cases(8)
 def test_everything_verify_checks(form: str, seed: int) -> None:
     model = model_of(form, seed)
     lengths = [7, 1, 4]  # within the context after which longrope has other frequencies, also for keys in a cache
@@ -108,6 +109,7 @@ def test_everything_verify_checks(form: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.some_cases(3)
 def test_code_paths_give_the_same_gradients(form: str) -> None:
     model = model_of(form, 2)
     tokens, targets = make_batch(model, LENGTHS, ignored=0.0)
@@ -129,6 +131,7 @@ def test_code_paths_give_the_same_gradients(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.some_cases(3)
 def test_an_edit_of_every_activation_is_an_added_constant(form: str) -> None:
     """The loss moves as Δ of the edited tensor says, also where only some forms have it: a_4_norm, a_9_norm, skip_10."""
     model = model_of(form, 4)
@@ -221,6 +224,7 @@ BREAKS: dict[str, tuple[str, object, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.some_cases(6)
 def test_a_broken_formula_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, where, attribute, broken = BREAKS[name]
     model = model_of(form)

@@ -82,6 +82,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.some_cases(10)
 def test_norms_and_products_equal_those_of_one_example_at_a_time(shape: str, adapter: str, way: str) -> None:
     model = model_of(shape, adapter)
     tokens, targets = batch_of(model)

@@ -52,6 +52,7 @@ def gradients(model: hg.GPT, tokens: Tensor, targets: Tensor, **options: Any) ->
 
 
 @pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.some_cases(4)
 def test_gradients_against_autograd_and_finite_differences(family: str) -> None:
     model, tokens, targets = make(family)
     report = hg.verify(model, tokens, targets, LENGTHS)

@@ -194,6 +194,7 @@ def test_an_edited_error_signal_equals_autograd(name: str, place: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "lfm2"])
 @pytest.mark.parametrize("place", ["rho", "q", "k", "v", "skip_5", "skip_10"])
+@pytest.mark.some_cases(3)
 def test_signals_that_only_an_edited_trace_has(name: str, place: str) -> None:
     """Against finite differences of the loss; with keys of their own norm and rotation these are the edited ones."""
     batch = make(name)

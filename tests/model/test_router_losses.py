@@ -37,6 +37,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("losses", [{"balance_loss": 0.7}, {"z_loss": 0.3}, LOSSES], ids=str)
+@pytest.mark.some_cases(9)
 def test_verify_covers_them(family: str, losses: dict[str, float]) -> None:
     model, *batch = make(family, **losses)
     report = hg.verify(model, *batch, LENGTHS)
@@ -76,6 +77,7 @@ def judged(name: str, *batch: Any) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("mistake", ["none", *MISTAKES])
+@pytest.mark.some_cases(3)
 def test_a_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RouterLosses, "delta", lambda self, scores: sabotaged(self, scores, mistake))
     right = mistake == "none"
@@ -131,6 +133,7 @@ CUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("frozen", ["", "router", "all but the first block"])
+@pytest.mark.some_cases(3)
 def test_cut_or_not(family: str, cut: str, frozen: str) -> None:
     """Also of sequences without a target, and where the router trains nothing but lets Δ pass."""
     model, tokens, targets = make(family, **LOSSES)
@@ -214,6 +217,7 @@ def test_the_optimizer_inside_the_backward_pass(clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.some_cases(3)
 def test_adapters_and_their_dropout(dropout: float) -> None:
     model, *batch = make("mixtral", **LOSSES)
     hg.lora.inject(model, 2, dropout=dropout)
@@ -322,6 +326,7 @@ def test_a_block_at_a_time(family: str) -> None:
     assert checker.difference_of([name]) <= checker.difference_limit
 
 
+@pytest.mark.long
 def test_verify_in_mixed_precision() -> None:
     if why_not_mixed() is not None:
         pytest.skip("this processor multiplies no bfloat16")

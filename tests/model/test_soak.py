@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SOAK = """
 from pathlib import Path
 import torch
@@ -31,6 +33,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_over_a_million_tokens() -> None:
     done = subprocess.run([sys.executable, "-c", SOAK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

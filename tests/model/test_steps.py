@@ -57,6 +57,7 @@ class Names(Observer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some_cases(3)
 def test_a_pass_computes_the_steps_in_their_order(family: str) -> None:
     model, tokens, targets = make(family)
     seen = Names()
@@ -90,6 +91,7 @@ class Unchanged(Observer):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.some_cases(6)
 def test_an_observer_that_returns_what_it_gets_changes_no_bit(family: str, dtype: torch.dtype) -> None:
     model, tokens, targets = make(family, dtype)
 
@@ -134,6 +136,7 @@ def test_edits_belong_to_a_complete_pass() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some_cases(3)
 def test_edits_that_return_what_they_get_change_no_bit(family: str) -> None:
     model, tokens, targets = make(family, torch.float32)
     plain = hg.trace(model, tokens, targets, LENGTHS, edit={})

@@ -68,6 +68,7 @@ def known(block: Block) -> bool:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.some_cases(10)
 def test_every_family(name: str, dtype: str, tmp_path: Path) -> None:
     transformers_model(name).save_pretrained(tmp_path / "m")
     model = hg.load(tmp_path / "m", dtype=dtype)

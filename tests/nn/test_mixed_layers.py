@@ -224,6 +224,7 @@ def error(found: bridge.Gradients, exact: bridge.Gradients) -> float:
 @pytest.mark.filterwarnings("ignore")  # of PEFT, and where padding does not fit into a window
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.some_cases(6)
 def test_a_replaced_model_is_nearer_to_float32_than_autocast(kind: str, adapted: bool) -> None:
     ours, peers = [], []
     for side in ("", "right", "left"):

@@ -109,6 +109,7 @@ def assert_equal_runs(runs: dict[str, Any], start: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.some_cases(3)
 def test_all_weights(name: str, kind: str, tmp_path: Path) -> None:
     folder = folder_of(kind, tmp_path / "model")
     runs = {
@@ -130,6 +131,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.some_cases(2)
 def test_adapters(name: str, tmp_path: Path) -> None:
     """PEFT's adapters on a plain model, and added before or after it is replaced; handgrad's own on a wrapped one."""
     folder = folder_of("llama", tmp_path / "model")

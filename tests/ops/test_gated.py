@@ -25,6 +25,7 @@ def test_both_packages_have_the_same_gates() -> None:
 @pytest.mark.parametrize("name", plain.NAMES)
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0, 1000.0])
 @pytest.mark.parametrize(("n", "f"), [(1, 1), (5, 7)])
+@pytest.mark.some_cases(3)
 def test_equal_to_the_paper_and_autograd(n: int, f: int, spread: float, name: str) -> None:
     gate, up, delta = spread * torch.randn(n, f).double(), *torch.randn(2, n, f).double()
     before = [x.clone() for x in (gate, up, delta)]
@@ -72,6 +73,7 @@ def test_parts_and_views_give_the_same_as_one_call(
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("scale", [*SCALES, 30.0, 1e6])
 @pytest.mark.parametrize("name", plain.NAMES)
+@pytest.mark.some_cases(3)
 def test_every_dtype_and_scale(name: str, scale: float, dtype: torch.dtype) -> None:
     """Entry by entry too: a small entry next to a large one is rounded no worse."""
     gate, up = rounded(40, 33, dtype=dtype, scale=scale), rounded(40, 33, dtype=dtype)

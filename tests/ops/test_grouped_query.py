@@ -58,6 +58,7 @@ def by_autograd(
 
 @pytest.mark.parametrize("window", [None, 1, 3, 70])
 @pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.some_cases(3)
 def test_equal_to_the_paper(heads: tuple[int, int], window: int | None) -> None:
     n, d_rho, d_h = 67, 3, 5
     q, k, v, delta = inputs(n, heads, d_rho, d_h)
@@ -77,6 +78,7 @@ def test_equal_to_the_paper(heads: tuple[int, int], window: int | None) -> None:
 @pytest.mark.parametrize("widths", [(4, 4), (3, 5)])
 @pytest.mark.parametrize("heads", GROUPS)
 @pytest.mark.parametrize("lengths", [(1,), (5, 5, 5), (2, 1, 9, 9, 4), (66, 131)])
+@pytest.mark.some_cases(3)
 def test_groups(lengths: tuple[int, ...], heads: tuple[int, int], widths: tuple[int, int], causal: bool) -> None:
     q, k, v, delta = inputs(sum(lengths), heads, *widths)
     found = signals(q, k, v, delta, fast.spans_of(lengths), causal)
@@ -87,6 +89,7 @@ def test_groups(lengths: tuple[int, ...], heads: tuple[int, int], widths: tuple[
 @pytest.mark.parametrize("window", [1, 2, 7, 63, 64, 65, 128, 200, 10_000])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 @pytest.mark.parametrize("lengths", [(9,), (4, 4, 1), (140, 300, 3)])
+@pytest.mark.some_cases(5)
 def test_windows(lengths: tuple[int, ...], heads: tuple[int, int], window: int) -> None:
     q, k, v, delta = inputs(sum(lengths), heads, 4, 4)
     found = signals(q, k, v, delta, fast.spans_of(lengths), True, window)
@@ -97,6 +100,7 @@ def test_windows(lengths: tuple[int, ...], heads: tuple[int, int], window: int) 
 @pytest.mark.parametrize("window", [None, 1, 20, 130])
 @pytest.mark.parametrize("share", [0.02, 0.5])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+@pytest.mark.some_cases(3)
 def test_queries_in_some_rows_only(heads: tuple[int, int], share: float, window: int | None) -> None:
     """Outputs equal those with queries in all rows; error signals equal those with Δ = 0 on the other rows."""
     lengths = (9, 140, 1, 300)
@@ -124,6 +128,7 @@ def test_several_sequences_with_queries_at_the_same_positions() -> None:
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("kind", ["all rows", "some rows", "d_ρ ≠ d_h", "window", "window, some rows"])
+@pytest.mark.some_cases(5)
 def test_every_dtype_and_scale(kind: str, scale: float, dtype: torch.dtype) -> None:
     """From uniform to saturated softmax. Scores beyond float32 are recomputed in float64."""
     lengths = (33, 100, 150)

@@ -34,6 +34,7 @@ def excess(found: Tensor, x: Tensor, y: Tensor, added: Tensor | float = 0.0) -> 
 @pytest.mark.parametrize(("m", "n", "w"), SHAPES)
 @pytest.mark.parametrize("by_rows", list(itertools.product([True, False], repeat=2)))
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, FLOAT), (FLOAT, BF16), (FLOAT, FLOAT)])
+@pytest.mark.some_cases(5)
 def test_products(m: int, n: int, w: int, by_rows: tuple[bool, bool], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     x, y = stored(m, n, by_rows[0], dtypes[0]), stored(n, w, by_rows[1], dtypes[1])
     bias, before = torch.randn(w), torch.randn(m, w)
@@ -97,6 +98,7 @@ def test_results_do_not_depend_on_threads() -> None:
     ("m", "n", "w", "r"), [(1, 2, 3, 1), (9, 33, 31, 3), (50, 40, 30, 4), (65, 2050, 40, 17), (300, 64, 16, 40)]
 )
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, FLOAT), (FLOAT, BF16), (FLOAT, FLOAT)])
+@pytest.mark.some_cases(3)
 def test_products_with_a_branch(m: int, n: int, w: int, r: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """a w + h v is one sum, of operands that lie by rows or by columns."""
     bias, before = torch.randn(w), torch.randn(m, w)

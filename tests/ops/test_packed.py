@@ -50,6 +50,7 @@ def quantized(w: Tensor, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "f_in"), [(1, 256), (3, 768), (577, 256), (31, 1280)])
+@pytest.mark.some_cases(3)
 def test_equal_to_gguf_on_random_bytes(kind: str, rows: int, f_in: int) -> None:
     data = random_data(rows, f_in, kind)
     before = data.clone()
@@ -91,6 +92,7 @@ def test_parts_make_no_difference(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.some_cases(3)
 def test_other_dtypes_are_the_float32_numbers_converted(kind: str, dtype: torch.dtype) -> None:
     """Not more exact than float32: a float64 model has exactly the weights of the float32 model."""
     data = random_data(3, 256, kind, seed=3)
@@ -110,6 +112,7 @@ def test_rows_are_independent(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [1, 2, 3, 32])
+@pytest.mark.some_cases(3)
 def test_data_at_any_place_of_a_file(kind: str, offset: int) -> None:
     data = random_data(3, 256, kind, seed=5)
     file = torch.zeros(offset + data.numel() + 5, dtype=torch.uint8)

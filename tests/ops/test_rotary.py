@@ -189,6 +189,7 @@ def test_the_two_forms_differ_by_a_permutation(d_rho: int) -> None:
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("d_rho", [6, 64, 128])
 @pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.some_cases(3)
 def test_frequencies(name: str, d_rho: int, base: float) -> None:
     """Equal to transformers in float32, and to the paper package in float64"""
     scaling = SCALINGS[name]
@@ -318,6 +319,7 @@ def test_a_part_of_a_head(n: int, h: int, d_rho: int, w: int, neighbors: bool) -
 @pytest.mark.parametrize("neighbors", [False, True])
 @pytest.mark.parametrize("w", [4, 10])
 @pytest.mark.parametrize("cut", ["contiguous", "columns", "heads first", "odd rows"])
+@pytest.mark.some_cases(3)
 def test_in_place_and_elsewhere_for_any_strides(cut: str, w: int, neighbors: bool, dtype: torch.dtype) -> None:
     """Written into itself, into another tensor, or anew, whatever the strides: the same bits as of a contiguous copy."""
     n, h, d_rho = 7, 3, 10

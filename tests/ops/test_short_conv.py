@@ -27,6 +27,7 @@ def in_order(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("d", "taps"), [(1, 3), (5, 3), (3, 1), (2, 2), (4, 6)])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.some_cases(3)
 def test_packed_sequences_equal_the_paper_one_by_one(lengths: tuple[int, ...], d: int, taps: int, bias: bool) -> None:
     n = sum(lengths)
     z, delta, weight, b = (torch.randn(*s).double() for s in ((n, d), (n, d), (d, 1, taps), (d,)))

@@ -91,6 +91,7 @@ def grads(model: hg.GPT, step: int, clip: float | None) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("kind", [*SHAPES, "frozen", "adapters", "dora", "kept"])
+@pytest.mark.some_cases(3)
 def test_equals_torchs_muon_and_adamw(kind: str, clip: float | None) -> None:
     one, two = (model_of(kind if kind in SHAPES else "gpt2") for _ in range(2))
     for model in (one, two):
@@ -251,6 +252,7 @@ def train(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gpt2", "untied", "phi3"])
 @pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.some_cases(4)
 def test_inside_the_backward_pass_and_after_it(kind: str, dtype: torch.dtype, clip: float | None) -> None:
     one, two, start = (model_of(kind, dtype=dtype) for _ in range(3))
     of_one = train(one, False, clip, range(4))

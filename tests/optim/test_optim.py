@@ -50,6 +50,7 @@ def train_with_separate_step(
 @pytest.mark.parametrize("clip", [None, 0.05, 1e9])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.some_cases(5)
 def test_optimizer_in_backward_matches_separate_step(
     name: str, clip: float | None, recompute: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_hash_is_splitmix64() -> None:
 @pytest.mark.parametrize("exponent", [-127, -126, -60, -1, 0, 30, 127])
 @pytest.mark.parametrize("share", [1 / 65536, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.some_cases(3)
 def test_rounding_is_unbiased(exponent: int, share: float, sign: int) -> None:
     """2^exponent · 1.25 and a share of the distance to its neighbor; 2^-127 is a subnormal number."""
     low = torch.tensor(sign * 1.25 * 2.0**exponent)
@@ -140,6 +141,7 @@ def test_updates_that_bfloat16_loses_add_up() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.some_cases(4)
 def test_the_expected_update_is_that_of_float32(kind: str, factor: float) -> None:
     """The mean of an update over parameters and seeds, with the factor of clipping; the optimizer's state is the same."""
     start, grad = torch.randn(2, 5, 3).bfloat16()

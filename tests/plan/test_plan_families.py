@@ -103,6 +103,7 @@ def named(config: ModelConfig, layer: str) -> str:
 
 
 @pytest.mark.parametrize("layer", ["all-linear", "lm_head", r".*\.1\..*|lm_head", "attn.v", "mlp.expand"])
+@pytest.mark.some_cases(4)
 def test_adapters_match_the_model(config: ModelConfig, layer: str) -> None:
     targets = named(config, layer)
     model = hg.GPT(config)
@@ -137,6 +138,7 @@ def counted_products(model: hg.GPT, batch: Batch, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.some_cases(8)
 def test_products_of_all_weights_match_torch_counter(config: ModelConfig, recompute: str) -> None:
     for batch in batches(config):
         work = products_alone(Work.of_batch(*batch[1:], config))
@@ -147,6 +149,7 @@ def test_products_of_all_weights_match_torch_counter(config: ModelConfig, recomp
 @pytest.mark.parametrize(
     "targets", ["all-linear", "lm_head", r".*\.1\..*", r".*\.2\..*|lm_head", "attn.v", "mlp.contract"]
 )
+@pytest.mark.some_cases(10)
 def test_products_of_adapters_match_torch_counter(config: ModelConfig, targets: str) -> None:
     """A layer with an adapter computes a d twice."""
     layers = linear_layers(config)
@@ -200,6 +203,7 @@ def storages(saved: Any) -> dict[int, int]:
 
 
 @pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
+@pytest.mark.some_cases(3)
 def test_saved_bytes_match_the_blocks_in_mixed_precision(config: ModelConfig) -> None:
     model = hg.GPT(config, precision="mixed")
     tokens = torch.zeros(2, 8, dtype=torch.int64)
@@ -210,6 +214,7 @@ def test_saved_bytes_match_the_blocks_in_mixed_precision(config: ModelConfig) ->
     assert sum(storages([state.blocks, state.rotations]).values()) == 4 * saved(config, 2, 8, 16, "none", mixed=True)
 
 
+@pytest.mark.some_cases(3)
 def test_saved_numbers_match_the_blocks(config: ModelConfig) -> None:
     model = hg.GPT(config, dtype="float64")
     tokens = torch.zeros(2, 8, dtype=torch.int64)
@@ -254,6 +259,7 @@ def test_kinds_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 300])
+@pytest.mark.some_cases(4)
 def test_seconds_of_any_family_are_predicted(config: ModelConfig, rank: int) -> None:
     plan = make_plan(config, 1, TOKENS, rank=rank, targets="paper" if rank else ())
     assert 1e-5 < predict(plan, 0.0) < 10

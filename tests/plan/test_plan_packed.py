@@ -68,6 +68,7 @@ def planned(model: hg.GPT, batch: int, tokens: int, recompute: str) -> Plan:
 @pytest.mark.parametrize("precision", ["float32", "mixed"])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 @pytest.mark.parametrize("name", ["tied", "untied", "mixture"])
+@pytest.mark.some_cases(5)
 def test_bytes_match_a_real_step(name: str, recompute: str, precision: str, folder: Path) -> None:
     if precision == "mixed" and why_not_mixed() is not None:
         pytest.skip(f"no mixed precision: {why_not_mixed()}")

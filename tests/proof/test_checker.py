@@ -41,6 +41,7 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[hg.GPT, torch.T
 
 @pytest.mark.parametrize("objective", [MEAN_LOSS, hg.LogitDifference(7, 3, 5)], ids=["mean", "difference"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.some_cases(3)
 def test_every_name_is_checked_and_agrees(name: str, objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_layers, "ROWS_AT_ONCE", 4)
     model, tokens, targets = make(name)

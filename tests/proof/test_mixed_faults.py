@@ -100,6 +100,7 @@ def places(checks: list[Result]) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.some_cases(3)
 def test_right_formulas_pass(kind: str) -> None:
     assert [(c.id, c.error, c.tolerance, c.note) for c in failed(kind)] == []
 
@@ -481,6 +482,7 @@ HIDDEN: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", [*LEDGER, *HIDDEN])
+@pytest.mark.some_cases(8)
 def test_a_wrong_formula_fails_at_its_own_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = LEDGER.get(name) or HIDDEN[name]
     for owner, attribute, wrong in fault.wrong:

@@ -222,6 +222,7 @@ def test_a_magnitude_without_its_gradient(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"rslora": True, "rank_pattern": {"c_attn": 3}}, {"dora": True}])
+@pytest.mark.some_cases(3)
 def test_a_model_with_an_adapter(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(n_blocks=2)
     hg.lora.inject(model, 2, 5.0, **options)

@@ -159,6 +159,7 @@ def test_a_mistake_in_pieces_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.some_cases(3)
 def test_dropout_is_checked(dora: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(n_blocks=2, dtype=dtype)
     hg.lora.inject(model, 2, targets=["c_attn", "mlp.c_proj", "lm_head"], dropout=0.3, dora=dora)
@@ -217,6 +218,7 @@ def test_finite_differences_of_a_large_model_take_a_layer_at_a_time(monkeypatch:
     ],
 )
 @pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.some_cases(3)
 def test_correct_models_pass_at_every_scale(shape: dict[str, object], spread: float) -> None:
     model = hg.GPT(make_model(**shape).config, dtype=torch.float64, seed=5)
     with torch.no_grad():
@@ -253,6 +255,7 @@ def test_a_model_too_large_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("shape", [{}, {"tied": False, "logits_bias": True, "dtype": torch.bfloat16}, {"lora": 2}])
+@pytest.mark.some_cases(5)
 def test_a_model_that_fits_a_block_at_a_time(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tensors are checked in float64, and the code paths in the model's own dtype."""
     rank = shape.pop("lora", 0)

@@ -42,6 +42,7 @@ def verified(model: hg.GPT, lengths: list[int]) -> Report:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "other scores"])
+@pytest.mark.some_cases(3)
 def test_right_formulas_pass(family: str) -> None:
     """Every signal and every parameter has both checks."""
     scores = {"attention_scale": 0.4, "score_cap": 2.0, "sinks": True}
@@ -61,6 +62,7 @@ def test_right_formulas_pass(family: str) -> None:
 @pytest.mark.parametrize(
     ("dora", "base"), [(False, "float32"), (False, "bfloat16"), (True, "bfloat16"), (True, "4 bits")]
 )
+@pytest.mark.some_cases(3)
 def test_adapters_pass(dora: bool, base: str) -> None:
     model = model_of("llama", d_hidden=96, n_blocks=1)
     if base == "4 bits":

@@ -148,6 +148,7 @@ def sentencepiece() -> tokenizer.Tokenizer:
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe:400", "chars", "sentencepiece"])
 @pytest.mark.parametrize("end", [False, True])
+@pytest.mark.some_cases(3)
 def test_grammars_for_every_kind_of_tokenizer(kind: str, end: bool) -> None:
     """Ids beyond the tokenizer's are never chosen, and an end of text only where it may be."""
     found = (

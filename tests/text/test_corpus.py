@@ -27,6 +27,7 @@ def tokens_of(tmp_path: Path, text: str, kind: str = "bytes") -> corpus.Tokens:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("kind", ["bytes", "gpt2", "bpe:300"])
+@pytest.mark.some_cases(3)
 def test_reading_in_pieces_gives_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, kind: str
 ) -> None:
@@ -265,6 +266,7 @@ print((peak_memory() - before) // 1024, len(tokens))
 
 
 @pytest.mark.parametrize(("kind", "megabytes"), [("bytes", 96), ("gpt2", 6)])
+@pytest.mark.some_cases(3)
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, kind: str, megabytes: int) -> None:
     line = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n"
     (tmp_path / "small").write_text(line * 10_000)

@@ -104,6 +104,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
     ],
     ids=lambda options: " ".join(map(str, options)) or "plain",
 )
+@pytest.mark.some_cases(4)
 def test_resume_is_bit_identical(workdir: Path, options: list[object]) -> None:
     quick = ["--batch-examples", 5, "--sample-tokens", 0, "--steps", 9, "--save-every", 4, *options]
     for name in "ab":
@@ -315,6 +316,7 @@ def test_two_processes_train_the_same_weights(workdir: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"targets": ("lm_head", "c_attn")}, {"targets": ("lm_head",), "dora": True}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.some_cases(3)
 def test_merge_and_undo(workdir: Path, options: dict[str, Any], dtype: str) -> None:
     base = hg.load("base")
     hg.save(base, "stored", dtype=getattr(torch, dtype))

@@ -370,6 +370,7 @@ def test_why_not(variable: dict[str, str], reason: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("; computing in float32\n") and len(done.stdout) < 160
 
 
+@pytest.mark.long
 def test_masked_instructions(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user masks them: one line, and the bits of float32."""
     if "x86" not in os.uname().machine:

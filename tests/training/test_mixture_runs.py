@@ -52,6 +52,7 @@ def logged(folder: str, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("n", "options"), [(2, []), (3, ["--update-inside"]), (2, ["--recompute", "blocks"])])
+@pytest.mark.long
 def test_several_processes_train_the_same_weights(workdir: Path, n: int, options: list[str]) -> None:
     """f and P are those of the whole batch, which is divided unevenly, and cut into pieces in one process alone."""
     succeed(*train(*LOSSES, *options, "--out", "one"))

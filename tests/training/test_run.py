@@ -95,6 +95,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.some_cases(6)
 def test_damaged_checkpoint_is_set_aside_and_an_older_one_used(workdir: Path, damage: str) -> None:
     expected = weights(workdir / "train", 6)
     DAMAGES[damage](workdir / "train" / "checkpoints" / "step-00000006")
@@ -424,6 +425,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_torchrun_restarts_a_run_and_a_lost_process_prints_one_line(finished_runs: Path, workdir: Path) -> None:
     Path("script.py").write_text(KILLED_ONCE)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

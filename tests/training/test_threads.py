@@ -275,6 +275,7 @@ def test_several_processes_measure_nothing(text: Path, two_threads: None, monkey
 SHAPE = ["--n-blocks", 1, "--d-model", 64, "--n-heads", 2, "--n-context", 32, "--batch-tokens", 512]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_killed_run_keeps_its_bits_when_the_load_changes(text: Path) -> None:
     """Processes that choose for themselves; the second one meets busy cores. Compared with a run that is not interrupted."""
     own = {name: value for name, value in os.environ.items() if name not in thread_count.VARIABLES}

@@ -60,6 +60,7 @@ def test_run_folder_has_records_report_and_checkpoints(text: Path, tmp_path: Pat
     assert checkpoints == ["step-00000015", "step-00000020"]
 
 
+@pytest.mark.long
 def test_peak_memory_stays_flat(text: Path, tmp_path: Path) -> None:
     quiet = ["--eval-every", 100, "--save-every", 100]
     done = run_processes(1, "train", "--data", text, "--out", tmp_path / "r", "--steps", 900, *SMALL, *quiet)
@@ -98,6 +99,7 @@ MUON = ["--optimizer", "muon"]
         [*BFLOAT16, "--update-inside", *MUON],
     ],
 )
+@pytest.mark.some_cases(4)
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
     for name in "ab":
         succeed("train", "--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)
@@ -288,6 +290,7 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 
 
 @pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"]), (2, [*MUON, "--update-inside"])])
+@pytest.mark.some_cases(5)
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
     succeed("train", *base, "--out", tmp_path / "1")

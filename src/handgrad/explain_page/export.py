@@ -1,11 +1,12 @@
-"""The page as one file: the same assets, with the server's answers for one sentence embedded as data. The file opens
-from disk or from an e-mail and makes no requests."""
+"""The page as one file: the same assets, with the server's answers for one sentence embedded as data, or with the model and
+the program that computes them. The file opens from disk or from an e-mail and makes no requests."""
 
 import base64
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import HandgradError
@@ -13,7 +14,8 @@ from ..formatting import size
 from .course import Judge, course_view
 from .json_numbers import as_json
 from .json_types.questions import Error, Stepped
-from .page_files import asset, modules
+from .live_data import live_data
+from .page_files import IMPORT, asset, imported, modules
 from .proofs.prover import CheckResults, Prover, report, summary
 from .routes import ROUTES, Served
 from .session.session import Session, TracedSentence
@@ -54,19 +56,44 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     )
 
 
+def export_live(session: Session) -> str:
+    """Return the page as HTML with the model instead of answers: it computes them itself, for any sentence."""
+    program = f"{bundle('live/serve.js')}\nglobalThis.serveLive = {_variable('live/serve.js')}.serve;"
+    page = _html({"live-model": json.dumps(as_json(live_data(session)), ensure_ascii=False)}, program)
+    if len(page.encode()) > MAX_BYTES:
+        raise HandgradError(
+            f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a smaller model"
+        )
+    return page
+
+
 def _page(embedded: dict[str, Any]) -> str:
     """The HTML of the page with these answers."""
-    data = _json(embedded).replace("<", "\\u003c")
+    return _html({"embedded-answers": _json(embedded)})
+
+
+def _html(texts: dict[str, str], program: str = "") -> str:
+    """The HTML of the page with JSON by the ids of its elements, and a program that answers its requests."""
     style, script = asset("style.css") + asset("views.css"), bundle()
+    scripts, worker = f"'{_digest(script)}'", ""
+    if program:
+        scripts, worker = f"{scripts} '{_digest(program)}'", " worker-src blob:;"
     policy = (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src {scripts};{worker}"
         " base-uri 'none'; form-action 'none'"
     )
     page = asset("page.html")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
-    body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
+    elements = [f'<script type="application/json" id="{id}">{_safe(text)}</script>' for id, text in texts.items()]
+    elements += [f'<script id="live-program">{program}</script>'] if program else []
+    body = "\n".join([*elements, f'<script type="module">{script}</script>'])
     return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
+
+
+def _safe(text: str) -> str:
+    """JSON that can stand inside an element."""
+    return text.replace("<", "\\u003c")
 
 
 def _json(answers: dict[str, Any]) -> str:
@@ -156,21 +183,29 @@ def _steps(session: Session, sentence: TracedSentence) -> dict[str, list[Stepped
     return found
 
 
-def bundle() -> str:
-    """Join the JavaScript modules into one script: each becomes a function that returns its exports."""
+def bundle(first: str = "page.js") -> str:
+    """Join the JavaScript modules that page.js, or another one, needs into one script: each becomes a function that returns
+    its exports."""
     parts = []
-    for name in modules():
+    for name in modules(first):
         code = asset(name)
         exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
-        code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', _destructured, code, flags=re.M)
+        code = IMPORT.sub(partial(_constant, name), code)
         code = re.sub(r"^export ", "", code, flags=re.M)
-        parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
+        parts.append(f"const {_variable(name)} = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
     return "\n".join(parts).replace("</script", "<\\/script")
 
 
-def _destructured(found: re.Match[str]) -> str:
-    """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;"""
-    return f"const {found[1].replace(' as ', ': ')} = {found[2]}Module;"
+def _constant(name: str, found: re.Match[str]) -> str:
+    """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;
+    import * as x from "./x.js"; → const x = xModule;"""
+    names, path = found.groups()
+    return f"const {names.removeprefix('* as ').replace(' as ', ': ')} = {_variable(imported(name, path))};"
+
+
+def _variable(name: str) -> str:
+    """engine/loss.js → engine_lossModule"""
+    return f"{name[:-3].replace('/', '_')}Module"
 
 
 def _digest(text: str) -> str:

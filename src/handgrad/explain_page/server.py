@@ -83,7 +83,7 @@ def make_app(session: Session, prover: Prover, key: str) -> FastAPI:
     async def icon() -> Response:
         return Response(status_code=204)
 
-    @app.get("/assets/{name}")
+    @app.get("/assets/{name:path}")
     async def page_asset(name: str) -> Response:
         if name not in served_files():
             raise HTTPException(404, "the page has no such asset")

@@ -25,5 +25,6 @@ COHERE2 = replace(
     ),
     windows="pattern",
     pattern=4,
+    reads_pattern=True,
     unrotated="every block without a window",
 )

@@ -19,6 +19,7 @@ EXAONE4 = replace(
     fixed={**LLAMA.fixed, "qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": True},
     windows="pattern",
     pattern=4,
+    reads_pattern=True,
     unrotated="every block without a window, if there is one",
     own_vocabulary=102_400,
 )

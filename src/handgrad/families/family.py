@@ -41,6 +41,7 @@ class Family:
     forms: Mapping[str, str] = field(default_factory=dict)  # field of config.json → how ours follows from it
     windows: str = ""  # blocks with a sliding window: as `_windowed` of config_json.py reads them; "": none can have
     pattern: int = 0  # every n-th block has no window, unless the file lists them
+    reads_pattern: bool = False  # or says another n: sliding_window_pattern
     # those whose queries and keys are not rotated: "listed blocks", "every block without a window", or the same with ", if
     # there is one"
     unrotated: str = ""
@@ -53,6 +54,8 @@ class Family:
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")
     in_memory: Mapping[str, str] = field(default_factory=dict)  # a module's name in files → in transformers' models
+    means: Mapping[str, str] = field(default_factory=dict)  # names of activations that mean another one
+    rope_names: Mapping[str, str] = field(default_factory=dict)  # its own names of rope_theta and partial_rotary_factor
     may_omit: str = ""  # prefix of tensor names that some files leave out
 
     def has(self, layer: str) -> bool:

@@ -18,5 +18,8 @@ GEMMA = replace(
         "tie_word_embeddings": True,
     },
     fixed={**LLAMA.fixed, "mlp_bias": False, "gain_offset": 1.0, "embedding_scale": "√d_model"},
+    no_effect=LLAMA.no_effect
+    | {"hidden_activation"},  # some files have it beside hidden_act; transformers reads that one
+    means={"gelu": "gelu_pytorch_tanh"},  # in the files that were published first
     own_vocabulary=256_000,
 )

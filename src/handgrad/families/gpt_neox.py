@@ -47,6 +47,7 @@ GPT_NEOX = Family(
     extra_tensors=r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)|embed_out\.weight",
     in_memory={"embed_out": "lm_head"},
     rotary_share=0.25,
+    rope_names={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     own_vocabulary=50_432,
     token_ids=("bos_token_id", "eos_token_id"),
 )

@@ -71,7 +71,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
             supported = [theirs for theirs, name in ACTIVATIONS.items() if name in possible]
             if value not in supported:
                 raise HandgradError(f"{file}: {field} {shown(value)} is not one of {', '.join(supported)}")
-            value = ACTIVATIONS[value]
+            value = ACTIVATIONS[family.means.get(value, value)]
         values |= dict.fromkeys(ours, value)
     for field, form in family.forms.items():
         (name,) = family.fields[field]
@@ -240,6 +240,10 @@ def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: l
     if family.windows == "pattern":
         period = raw.get("sliding_window_pattern") or family.pattern
         check_integer("sliding_window_pattern", period)
+        if period != family.pattern and not family.reads_pattern:
+            raise HandgradError(
+                f"sliding_window_pattern is {period}, and transformers ignores it in this family: give layer_types instead"
+            )
         return tuple(i for i in every if (i + 1) % period)
     return tuple(every)
 

@@ -23,8 +23,10 @@ def read_rope(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[
     )  # transformers' own order
     if not isinstance(given, dict):
         raise HandgradError(f"rope_scaling must be an object, not {shown(given)}")
+    raw = _top_level(raw, family)
     found: dict[str, Any] = {}
     if family.local_rope:
+        _check_local(raw, given, family)
         local, given = given.get(LOCAL) or {}, given.get("full_attention", {} if LOCAL in given else given) or {}
         apart = "rope_local_base_freq" in family.defaults  # else both have rope_theta
         theirs = {**raw, "rope_theta": raw.get("rope_local_base_freq")} if apart else raw
@@ -38,6 +40,39 @@ def read_rope(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[
     return {**found, "rope_base": base, "rope_scaling": scaling}
 
 
+def _top_level(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields under their common names; raises where a family has its own, and a common one says something else."""
+    raw = dict(raw)
+    for common, own in family.rope_names.items():
+        default = family.rotary_share if common == "partial_rotary_factor" else 10000.0
+        value = raw.get(own, default)
+        if raw.get(common, value) not in (value, 1.0):  # 1.0 changes nothing in other families, and is in some files
+            raise HandgradError(
+                f"{common} is {shown(raw[common])}, which transformers ignores in this family: give it as {own}, which is"
+                f" {shown(value)}"
+            )
+        raw[common] = value
+    return raw
+
+
+def _check_local(raw: dict[str, Any], given: dict[str, Any], family: Family) -> None:
+    """Raise for what transformers reads otherwise, or ignores, in families with frequencies of blocks with a window."""
+    nested = [x for x in (given.get(LOCAL), given.get("full_attention")) if isinstance(x, dict)]
+    if given and not nested and not raw.get("rope_scaling"):
+        raise HandgradError(f"rope_parameters must hold full_attention and {LOCAL} in this family")
+    for table in nested or [given]:
+        if "type" in table and "rope_type" not in table:
+            raise HandgradError(
+                f"the type of rope_scaling is {shown(table['type'])}: this family's files call it rope_type"
+            )
+    base, default = raw.get("rope_theta"), family.defaults.get("rope_theta")
+    if not nested and "rope_local_base_freq" not in family.defaults and base not in (None, default):
+        raise HandgradError(
+            f"rope_theta is {shown(base)}, which transformers applies to some blocks only: give rope_parameters, with"
+            f" full_attention and {LOCAL}"
+        )
+
+
 def _table(
     given: dict[str, Any], raw: dict[str, Any], config: ModelConfig, family: Family, local: bool = False
 ) -> tuple[Any, Scaling, float | None]:
@@ -46,11 +81,11 @@ def _table(
         raise HandgradError(f"rope_parameters must be an object, not {shown(given)}")
     given, defaults = dict(given), family.defaults
     base = given.pop("rope_theta", None)
-    base = raw.get("rope_theta", raw.get("rotary_emb_base")) if base is None else base
+    base = raw.get("rope_theta") if base is None else base
     base = defaults.get("rope_local_base_freq" if local else "rope_theta", 10000.0) if base is None else base
     share = family.rotary_share
     if share is not None:
-        share = given.pop("partial_rotary_factor", raw.get("partial_rotary_factor", raw.get("rotary_pct", share)))
+        share = given.pop("partial_rotary_factor", raw.get("partial_rotary_factor", share))
         if not is_number(share) or not 0 < share <= 1:
             raise HandgradError(f"partial_rotary_factor must be a number above 0 and at most 1, not {shown(share)}")
     kind = given.pop("rope_type", given.pop("type", "default"))

@@ -1,7 +1,7 @@
 // @ts-check
 // The attention picture: one head's attention weights, the error that flows back between tokens, and its branches.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { pythonOf } from "./csv.js";
 import { number } from "./format.js";
 import { heat, positioned } from "./heatmap.js";
@@ -31,7 +31,7 @@ export function attentionCard(head, state, actions, labels) {
   const shared = { sentence: state.overview.id, rowLabels: labels, selected: state.token };
   const square = (key, title, kind, positive, caption, join = " ← ") => {
     const { picture, name, python } = head.maps[key];
-    const followed = key !== "sent" && !offline;
+    const followed = key !== "sent" && has("follow");
     return heat({
       key,
       title,

@@ -1,7 +1,7 @@
 // @ts-check
 // The view “Attribution”: which tokens of the sentence the explained word depends on, by two estimates and by removal.
 
-import { has, offline } from "./api.js";
+import { has } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, number, probability, quote, signed, visible } from "./format.js";
 import { button, caption, chips, choice, field, figureCell, select, soft, table, tr, viewHead } from "./parts.js";
@@ -68,7 +68,7 @@ function explained(found, state, actions) {
     h("b", { "data-value": found.value }, number(found.value)),
     found.against ? "." : `, ${probability(chance(-found.value))}.`,
     whole ? ` One ${unit} at a time: not the mean loss of the sentence, which the rest of the page explains. ` : null,
-    whole && !offline
+    whole && has("sentence")
       ? button(`explain this ${unit} everywhere`, () => actions.explainWord(found.position), {
           class: "small",
           id: "explain-attributed",
@@ -135,7 +135,7 @@ function gap(found, actions) {
   return h(
     "section.card.controls",
     { "aria-label": "Completeness", key: "gap" },
-    offline ? null : field("steps of the integral", select({ id: "ig-steps", value: steps }, choices, change)),
+    !has("attribution", { steps: 64 }) ? null : field("steps of the integral", select({ id: "ig-steps", value: steps }, choices, change)),
     caption(
       "Integrated gradients must add up to the whole difference between this sentence and a baseline in which every token " +
         "but the first has the mean row of the token table: ",

@@ -2,7 +2,7 @@
 // The view “Compare”: this trace and another one, side by side and as a difference. The other one has another sentence, the
 // weights before the steps, or no adapters.
 
-import { offline, post } from "./api.js";
+import { has, post } from "./api.js";
 import { filled } from "./colors.js";
 import { count, number, percent, quote, visible } from "./format.js";
 import { heat, numbered, positioned, worded } from "./heatmap.js";
@@ -23,7 +23,7 @@ const PYTHON =
 export const compareView = {
   id: "compare",
   title: "Compare",
-  available: () => !offline,
+  available: () => has("compare"),
 
   /** @param {any} state */
   needs: (state) =>

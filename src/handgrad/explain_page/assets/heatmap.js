@@ -1,7 +1,7 @@
 // @ts-check
 // Heat maps: matrices as colored cells, with exact values, zoom, and control by mouse, touch and keyboard.
 
-import { get, offline } from "./api.js";
+import { get, has } from "./api.js";
 import { count, exact, number, quote, shapeOf } from "./format.js";
 import { cellAt, cellsOf, crop, layout, litCells, range } from "./heat_geometry.js";
 import { paintCanvas, paintScale, pixelsOf, svgText } from "./heat_paint.js";
@@ -181,7 +181,7 @@ function heatmap(given) {
   async function entryOf(cell) {
     const rows = entriesOf(cell[0], 0),
       columns = entriesOf(cell[1], 1);
-    if (!options.name || offline) return { row: rows[0], column: columns[0], value: null };
+    if (!options.name || !has("value")) return { row: rows[0], column: columns[0], value: null };
     const where = { name: options.name, rows: rows.join(":"), columns: columns.join(":"), ...headOf(options) };
     return get("value", options.sentence, where);
   }
@@ -200,7 +200,7 @@ function heatmap(given) {
     }
     const approximate = (cells[cell[0] * picture.cells[1] + cell[1]] / 127) * picture.scale;
     readout.textContent = `${where}: ≈ ${number(approximate)}`;
-    if (!options.name || offline) return;
+    if (!options.name || !has("value")) return;
     timer = setTimeout(async () => {
       try {
         const found = await entryOf(cell);
@@ -218,7 +218,7 @@ function heatmap(given) {
     if (columns && columns[1] - columns[0] < 2) return;
     const { picture: all, name, sentence } = options;
     let next = all;
-    if (columns && (!name || offline)) next = crop(picture, columns);
+    if (columns && (!name || !has("slice"))) next = crop(picture, columns);
     else if (columns) {
       const part = { name, rows: picture.rows.join(":"), columns: columns.join(":"), ...headOf(options) };
       try {

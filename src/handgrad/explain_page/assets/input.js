@@ -1,7 +1,7 @@
 // @ts-check
 // Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { find } from "./render.js";
 import { isDark, keepTheme } from "./theme.js";
 import { endTour } from "./tour.js";
@@ -117,7 +117,7 @@ async function showAddress(state, actions, readAddress) {
   const { text, fresh, wrong } = readAddress();
   const wanted = text ?? state.table.text;
   actions.setStatus("");
-  if (!offline && (wanted !== state.overview.text || objective !== state.objective)) {
+  if (has("sentence") && (wanted !== state.overview.text || objective !== state.objective)) {
     find("sentence").value = wanted;
     fitSentence();
     if (await actions.trace(wanted, { fresh })) return actions.show({ push: false });

@@ -6,9 +6,10 @@ import { joints, mapLines } from "./map_lines.js";
 import { choice } from "./parts.js";
 import { h, render } from "./render.js";
 
-export const NOTE =
+/** @param {boolean} autograd  whether the checks compare with it */
+export const note = (autograd) =>
   "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths (logarithmic scale). " +
-  "✔ means verified, ✓ by autograd alone.";
+  `✔ means verified${autograd ? ", ✓ by autograd alone" : ""}.`;
 
 const open = new Set(); // the unfolded blocks
 let shownFlow = "both"; // "a", "delta" or "both"
@@ -76,7 +77,7 @@ export function drawMap(nav, state, actions) {
         ),
       ),
     ),
-    h("p.map-note", NOTE),
+    h("p.map-note", note(table.torch)),
   ]);
   drawLines(nav, lengths, table.stations);
   if (moved) scrollTo(nav);

@@ -2,7 +2,7 @@
 // Starts the page and draws it: loads what the current view needs, and redraws what an action changes.
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
-import { get, offline, post, RequestError } from "./api.js";
+import { get, has, post, storedSteps } from "./api.js";
 import { showBetter } from "./better.js";
 import { count, number, quote } from "./format.js";
 import { redrawHeatmaps } from "./heatmap.js";
@@ -13,6 +13,7 @@ import { button } from "./parts.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
+import { RequestError } from "./request_error.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
@@ -66,13 +67,13 @@ const failed = (view) => [
 
 // In an exported file only the step view shows new weights; the stations show the original ones.
 function drawHeader() {
-  const last = offline && state.view === "step" ? lastStep() : null;
+  const last = storedSteps && state.view === "step" ? lastStep() : null;
   const loss = last ? last.measured : state.overview.loss,
     steps = last ? last.steps : state.overview.steps;
   find("loss").textContent = number(loss, 4);
   find("loss").dataset.value = loss;
   find("steps-taken").textContent = steps ? ` after ${count(steps, "step")}` : "";
-  find("reset-weights").hidden = !steps || offline;
+  find("reset-weights").hidden = !steps || !has("sentence");
 }
 
 /** Load what the view needs, then draw it. @param {{ push?: boolean }} options */
@@ -138,7 +139,7 @@ function readAddress(hash = location.hash) {
 
 /** @param {boolean} push */
 function writeAddress(push) {
-  const text = !offline && state.overview.text !== state.table.text ? state.overview.text : null;
+  const text = has("sentence") && state.overview.text !== state.table.text ? state.overview.text : null;
   const token = !state.objective && state.token === firstToken(state.overview) ? null : state.token;
   const hash = formatAddress({ ...state, token, text });
   if (hash === location.hash) return;
@@ -197,7 +198,7 @@ async function computeTrace(text, { push = false, fresh = false, version = weigh
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (offline ? get("overview") : post("sentence", body)), push, fresh);
+    await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview")), push, fresh);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -282,7 +283,7 @@ const actions = {
    * @param {number} column
    * @param {number | null} head */
   async follow(name, row, column, head) {
-    if (offline) return actions.select({ token: row });
+    if (!has("follow")) return actions.select({ token: row });
     const symbol = /** @type {string} */ (name.split(".").at(-1)).replace("grad_", "∂").replace("delta_", "Δ_");
     state.followed = [{ name, row, column, head, label: `${symbol} [${row}, ${column}]` }];
     await show({ push: false });
@@ -311,8 +312,8 @@ const actions = {
   /** From the story: to the loss, with the error of one position. @param {number} position */
   async followError(position) {
     Object.assign(state, { view: "station", station: "loss", direction: "backward", token: position });
-    if (offline) await show();
-    else await actions.explainWord(position);
+    if (has("sentence")) await actions.explainWord(position);
+    else await show();
   },
 
   /** Explain the loss of one word of the sentence in the box. @param {number} position */
@@ -363,10 +364,10 @@ async function start() {
     ),
   );
   const wanted = readAddress(address);
-  const text = (offline ? null : wanted.text) ?? t.text;
+  const text = (has("sentence") ? wanted.text : null) ?? t.text;
   find("sentence").value = text;
-  find("sentence").readOnly = offline;
-  if (offline) find("sentence-form").querySelector("button").hidden = true;
+  find("sentence").readOnly = !has("sentence");
+  if (!has("sentence")) find("sentence-form").querySelector("button").hidden = true;
   fitSentence();
   listen(state, actions, { readAddress, setTheme, tour: () => startTour(find("tour"), state, visit) });
   let problem = await trace(text, { fresh: wanted.fresh });

@@ -1,7 +1,7 @@
 // @ts-check
 // The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how predictions change.
 
-import { embeddedSteps, offline, post } from "./api.js";
+import { post, storedSteps } from "./api.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
 import { button, caption, figureCell, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
@@ -77,17 +77,17 @@ const WORK = { one: "Computing the step…", many: "Computing the steps…", end
 
 function controls(state, actions) {
   if (!touched) rate = firstRate(state.table, optimizer);
-  const rates = offline ? Object.keys(embeddedSteps()) : null;
+  const rates = storedSteps && Object.keys(storedSteps);
   if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
-  const prepared = offline ? embeddedSteps()[rateKey(rate)] : null;
+  const prepared = storedSteps && storedSteps[rateKey(rate)];
   const left = prepared ? prepared.filter((step) => !step.error).length - steps.length : 20;
   const setRate = (event) => {
     touched = true;
     rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
-    if (offline) discardSteps();
+    if (storedSteps) discardSteps();
     actions.redraw();
   };
-  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !offline && WORK[running];
+  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !storedSteps && WORK[running];
   const can = { one: !running && left > 0, many: (!running || running === "many") && left > 0, reset: !running };
   const choose = (name) => {
     optimizer = name;
@@ -121,7 +121,7 @@ function controls(state, actions) {
     h(
       "div.field",
       h("label", { for: "optimizer" }, "optimizer"),
-      select({ id: "optimizer", disabled: offline, value: optimizer }, Object.entries(state.table.optimizers), choose),
+      select({ id: "optimizer", disabled: Boolean(storedSteps), value: optimizer }, Object.entries(state.table.optimizers), choose),
     ),
     h(
       "div.walk",
@@ -183,7 +183,7 @@ async function take(number_, prepared, state, actions) {
   }
   running = "ends";
   try {
-    if (!offline && steps.length) await actions.showSentence(lastStep().id);
+    if (!storedSteps && steps.length) await actions.showSentence(lastStep().id);
   } catch (reason) {
     if (mine === runId) problem = reason.message;
   }

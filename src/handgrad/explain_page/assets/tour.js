@@ -82,9 +82,14 @@ const STOPS = [
   {
     title: "Every formula is checked",
     subject: ".proof",
-    text: (/** @type {any} */ { proofs }, /** @type {string} */ station) =>
-      "The badge is a measurement: on this sentence, the formula is compared with automatic differentiation" +
-      (proofs?.[station]?.state === "autograd" ? "" : " and with finite differences, which use no formula at all") +
+    text: (/** @type {any} */ { table, proofs }, /** @type {string} */ station) =>
+      "The badge is a measurement: on this sentence, the formula is compared " +
+      [
+        table.torch ? "with automatic differentiation" : "",
+        proofs?.[station]?.state === "autograd" ? "" : "with finite differences, which use no formula at all",
+      ]
+        .filter(Boolean)
+        .join(" and ") +
       ". Open “Show all checks” to see each comparison.",
     where: { view: "station", station: { kind: "norm", at: -1 }, direction: "backward" },
   },

@@ -2,7 +2,7 @@
 // The view “What if”: a head, a skip connection, a neuron or one attention weight is set to 0, forward or on the way
 // back. The change that the gradient predicts, −⟨Δ, a⟩, stands beside the measured one.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { filled } from "./colors.js";
 import { number, percent, quote, signed, visible } from "./format.js";
 import { button, caption, choice, field, figureCell, ofBlock, rowHead, select, soft, table, tr, viewHead } from "./parts.js";
@@ -20,7 +20,7 @@ const WAYS = { forward: "its output is 0", backward: "no error flows back throug
 /** A button that opens this view with a part set to 0.
  * @param {Record<string, any>} part @param {string} name @param {any} actions */
 export function whatIfButton(part, name, actions) {
-  if (offline) return null;
+  if (!has("what-if")) return null;
   const open = () => {
     place = part;
     actions.open("whatif");
@@ -32,7 +32,7 @@ export function whatIfButton(part, name, actions) {
 export const whatIfView = {
   id: "whatif",
   title: "What if",
-  available: () => !offline,
+  available: () => has("effects"),
 
   /** @param {any} state */
   needs(state) {

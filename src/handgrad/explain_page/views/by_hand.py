@@ -16,6 +16,7 @@ from ..session.session import Session, TracedSentence
 from ..stations.network import NetworkStep
 from ..stations.table import Station
 
+SMALL = 1e-4  # of the largest: not worth computing
 FEW = 2  # the first rows of attention see too little to be an exercise
 
 
@@ -81,8 +82,8 @@ def _inside(step: NetworkStep) -> list[str]:
 
 
 def entries(x: Tensor, name: str) -> Iterator[tuple[int | None, int, int]]:
-    """Head, row and column of a few entries of a tensor, if they are not 0: that furthest from 0, that furthest with the
-    other sign, and that furthest in other rows and columns."""
+    """Head, row and column of a few entries of a tensor, if they are not nearly 0: that furthest from 0, that furthest with
+    the other sign, and that furthest in other rows and columns."""
     first = FEW if x.ndim == 3 and x.shape[1] > FEW else 0
     part = x[..., first:, :]
     head, row, column = _furthest(part)
@@ -94,11 +95,11 @@ def entries(x: Tensor, name: str) -> Iterator[tuple[int | None, int, int]]:
     rest = own.clone()
     rest[row], rest[:, column] = 0, 0
     _, i, j = _furthest(torch.where(own * best < 0, own, 0))
-    if own[i, j] * best < 0:
+    if own[i, j] * best < 0 and abs(own[i, j]) > SMALL * abs(best):
         yield head, i + first, j
         rest[i], rest[:, j] = 0, 0
     _, i, j = _furthest(rest)
-    if rest[i, j]:
+    if abs(rest[i, j]) > SMALL * abs(best):
         yield head, i + first, j
 
 

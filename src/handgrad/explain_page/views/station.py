@@ -182,7 +182,8 @@ def positions(session: Session, sentence: TracedSentence, *, top: int = 5, bars:
     rows: list[LossPosition] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         row = position_of(session, log_chances(logits[t]), sentence.ids[t], target, top)
-        strongest = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.tolist()
+        best = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.sort().values
+        strongest = best[delta[t, best].abs().argsort(descending=True, stable=True)].tolist()  # equal ones by their ids
         rows.append({
             **row,
             "push": [
