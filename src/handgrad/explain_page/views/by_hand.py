@@ -32,7 +32,7 @@ def by_hand(
     for way, name in results:
         x = t[name]
         cells: list[HandCell] = []
-        for head, row, column in entries(x, name):
+        for head, row, column in entries(x):
             cell = Cell(name, row, column, head)
             terms = packed(t, terms_of(session, sentence, t, cell)) if len(cells) < stored else None
             cells.append({"row": row, "column": column, "head": head, "terms": terms})
@@ -81,7 +81,7 @@ def _inside(step: NetworkStep) -> list[str]:
     return [step.here + name for name in inner.get(step.kind, ())]
 
 
-def entries(x: Tensor, name: str) -> Iterator[tuple[int | None, int, int]]:
+def entries(x: Tensor) -> Iterator[tuple[int | None, int, int]]:
     """Head, row and column of a few entries of a tensor, if they are not nearly 0: that furthest from 0, that furthest with
     the other sign, and that furthest in other rows and columns."""
     first = FEW if x.ndim == 3 and x.shape[1] > FEW else 0
