@@ -5,6 +5,7 @@ import { has } from "./api.js";
 import { pythonOf } from "./csv.js";
 import { number } from "./format.js";
 import { heat, positioned } from "./heatmap.js";
+import { headLink } from "./linked.js";
 import { caption, chips, foldable, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -21,7 +22,7 @@ export function attentionCard(head, state, actions, labels) {
     choose: (i) => actions.select({ head: i }),
     items: head.heads.map((one, i) => ({
       label: `Head ${i + 1}, incoming error ${number(one.incoming)}`,
-      data: { "data-head-button": i },
+      data: { "data-head-button": i, "data-link": headLink(head.block, i) },
       content: [
         h("span.gauge", { "aria-hidden": "true" }, h("i", { style: { height: `${(100 * one.incoming) / most}%` } })),
         String(i + 1),

@@ -8,6 +8,7 @@ import { count, number, percent, quote, visible } from "./format.js";
 import { heat, numbered, positioned, worded } from "./heatmap.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { button, caption, field, figureCell, ofBlock, select, table, tr, viewHead } from "./parts.js";
+import { patchRequests, patchSections } from "./patching.js";
 import { h } from "./render.js";
 import { entriesOf, savedFigure } from "./save.js";
 
@@ -28,15 +29,20 @@ export const compareView = {
   /** @param {any} state */
   needs: (state) =>
     other.id
-      ? { all: ["compare", { other: other.id }], found: ["compare", { other: other.id, station: stationFor(state) }] }
+      ? {
+          all: ["compare", { other: other.id }],
+          found: ["compare", { other: other.id, station: stationFor(state) }],
+          ...patchRequests(state, other.id),
+        }
       : {},
 
   /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, { all, found }, actions) {
+  draw(state, { all, found, patches, patched }, actions) {
     return [
       viewHead("side by side, and as a difference", "Compare"),
       chooser(state, actions),
       ...(found ? results(all, found, state, actions) : []),
+      ...(patches ? patchSections(state, patches, patched, actions) : []),
     ];
   },
 };

@@ -10,6 +10,7 @@ import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { button } from "./parts.js";
+import { drawPlay, play } from "./play.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
@@ -17,11 +18,11 @@ import { RequestError } from "./request_error.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
+import { withStory } from "./story_band.js";
 import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { scrollToToken, tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
-import { listenToSymbols } from "./symbols.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
@@ -47,16 +48,20 @@ function redraw() {
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
   drawMap(find("map"), state, actions);
+  drawPlay(state, actions);
   const view = currentView(),
     panel = find(`view-${view.id}`);
   if (loaded.key === keyOf()) {
-    const content = loaded.problem ? failed(view) : view.draw(state, loaded.data, actions);
-    render(panel, content.filter(Boolean));
+    render(panel, (loaded.problem ? failed(view) : contentOf(view)).filter(Boolean));
     if (loaded.problem) delete panel.dataset.station;
     else Object.assign(panel.dataset, { station: state.station, sentence: state.overview.id });
   }
   restoreFocus();
 }
+
+/** A view with its sentence of the story. @param {any} view */
+const contentOf = (view) =>
+  withStory(view.draw(state, loaded.data, actions), view.id, VIEWS.map(({ id }) => id), state, loaded.data, actions);
 
 /** @param {any} view */
 const failed = (view) => [
@@ -126,8 +131,7 @@ function readAddress(hash = location.hash) {
   Object.assign(state, {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
-    objective: here.objective,
-    hand: here.hand,
+    objective: here.objective, hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
   state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
@@ -231,6 +235,8 @@ const actions = {
   traced: () => tracing,
   show,
   preview,
+
+  play: () => play(state, actions),
 
   /** Open a view. @param {string} view */
   open(view) {
@@ -350,7 +356,6 @@ async function start() {
     setStatus(/** @type {Error} */ (reason).message, true);
     return;
   }
-  listenToSymbols(state.table.symbols);
   const t = state.table,
     address = location.hash;
   document.title = `${t.name} · handgrad explain`;

@@ -4,6 +4,7 @@
 import { has } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, count, number, percent, probability, quote, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { button, caption, chips, leftBar, probabilityBars, soft } from "./parts.js";
 import { find, h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -101,6 +102,7 @@ function words(tokens, losses, position, choose, unit) {
           ? `${visible(token.label)}, the first token, not predicted`
           : `${visible(token.label)} was predicted with ${percent(p)}`,
       style: i ? filled("size", 0.6 * (losses[i - 1] / most)) : null,
+      data: { "data-link": tokenLink(i) },
     };
   });
   return h(
@@ -164,6 +166,7 @@ function blame(position, state, actions) {
       known || !has("sentence")
         ? null
         : button("Show their shares", () => actions.explainWord(position), { id: "blame" }),
+      button("Play the pass", () => actions.play(), { id: "story-play" }),
       button("Take the tour", () => find("tour-button").click(), { id: "story-tour" }),
       button("Walk forward from the first layer", () => actions.go("a_1", "forward"), { id: "story-map" }),
     ),

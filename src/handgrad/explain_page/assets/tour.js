@@ -3,6 +3,7 @@
 
 import { button } from "./parts.js";
 import { h, render } from "./render.js";
+import { said, wordOf } from "./storyline.js";
 import { freeCorner } from "./tour_place.js";
 
 /** What Δ₁₂ and the push are, by what is explained. */
@@ -23,9 +24,13 @@ const STOPS = [
   {
     title: "A model reads your sentence",
     subject: "#tokens",
-    text:
-      "The model has read the sentence above and has predicted the next token at every position. This " +
-      "page shows what happened inside the model while it did so.",
+    text: (/** @type {any} */ state) => {
+      const { word, before, share } = wordOf(state);
+      return (
+        "The model has read the sentence above and has predicted the next token at every position. After " +
+        `${said(before)} it gave ${said(word)} ${share}. The tour follows this word, down to its loss and back up.`
+      );
+    },
     where: { view: "station", station: "a_0", direction: "forward" },
   },
   {
@@ -104,9 +109,10 @@ const STOPS = [
   {
     title: "Now change the model",
     subject: ".controls",
-    text:
-      "The gradient predicts what a small step does to the loss. Take a step and compare. Then " +
-      "increase the learning rate until the prediction fails.",
+    text: (/** @type {any} */ state) =>
+      "The gradient predicts what a small step does to the loss. Take a step and compare. Then increase the learning rate " +
+      `until the prediction fails. Unless the page is a file, you can also take steps until it says ${said(wordOf(state).word)}, ` +
+      "and see what they do to other prompts.",
     where: { view: "step" },
   },
 ];

@@ -43,6 +43,7 @@ export function atHead(session, sentence, { block, head }) {
     heads: range(heads).map((h) => {
       const weights = trace.get(`${here}rho`, h);
       return {
+        length: norm(columnsOf(trace.get(`${here}a_3`), session.config.d_head, h).data),
         incoming: norm(signalOf(session, sentence, block, h).data),
         own: sum(range(weights.rows).map((i) => weights.data[i * weights.cols + i])) / weights.rows,
         first: sum(rest(weights)) / (weights.rows - 1),
@@ -65,9 +66,11 @@ export function atHead(session, sentence, { block, head }) {
 /** The part of Δ_3 that belongs to a head. @param {Session} session @param {Traced} sentence @param {number} block
  * @param {number} head */
 function signalOf({ config }, { trace }, block, head) {
-  const width = config.d_head;
-  return columns(trace.get(`blocks.${block}.delta_3`), head * width, (head + 1) * width);
+  return columnsOf(trace.get(`blocks.${block}.delta_3`), config.d_head, head);
 }
+
+/** The columns of a head. @param {Matrix} x @param {number} width @param {number} head */
+const columnsOf = (x, width, head) => columns(x, head * width, (head + 1) * width);
 
 /** One head with its error signals, and what its tokens send each other: from t to s ρ_ts Δ_t w_vᵗ + Δ_raw,ts q_t w_kᵗ. Only
  * the length is needed, so the vectors themselves, (n, n, d), are never made.
