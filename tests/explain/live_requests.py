@@ -70,6 +70,8 @@ def requests(session: Session, text: str) -> list[Request]:
     for name in ("rho", "sent", "q", "delta_raw"):
         which = {"id": "@0", "name": f"blocks.0.{name}", "head": 1}
         found += [("value", {**which, "rows": "1:5", "columns": "0:4"}), ("matrix", {**which, "rows": "2,0"})]
+    for which in ({"name": "blocks.0.w_6"}, {"name": "blocks.0.score", "head": 1}, {"name": "blocks.0.G_1"}):
+        found.append(("slice", {"id": "@0", **which}))
     return found + list(mistakes(session, text))
 
 
@@ -126,8 +128,10 @@ def cells(session: Session, id: str) -> Iterator[dict[str, Any]]:
             yield {"name": p.gradient, "row": 0 if vector else 5, "column": 6}
     for name in ("q", "k", "v", "rho", "delta_causal", "delta_raw", "delta_q", "delta_k", "delta_v", "score"):
         yield {"name": last + name, "row": 5, "column": 2, "head": 1}
-    for name in ("mu_1", "sigma_5"):
+    yield {"name": last + "sum_e", "row": 5, "column": 0, "head": 1}
+    for name in ("mu_1", "sigma_5", "mean_G_1", "mean_Ga_5", "G_5"):
         yield {"name": last + name, "row": 5, "column": 0}
+    yield from ({"name": name, "row": 4, "column": 0} for name in ("sum_e", "G_10"))
     yield from ({"name": name, "row": 2, "column": 3} for name in (last + "a_bar_5", last + "w_6", "w_tok", "w_11"))
 
 
