@@ -58,6 +58,8 @@ def requests(session: Session, text: str) -> list[Request]:
         found.append(("compare", {"id": "@0", "other": "@4", "station": station}))
     found += patches(config.n_blocks - 1)
     found += [("follow", {"id": id, **cell}) for id in ("@0", "@2") for cell in cells(session, id)]
+    for name, head in (("y_pred", None), ("sum_e", None), ("blocks.0.rho", 0), ("blocks.0.sum_e", 0)):
+        found.append(("follow", {"id": "@9", "name": name, "row": 2, "column": 0, "head": head}))
     for given in ATTRIBUTIONS:
         found.append(("attribution", {"id": "@0", "steps": 3, **given}))
     found += [("attribution", {"id": id, "steps": 3}) for id in ("@1", "@2")]
@@ -97,6 +99,10 @@ OF_OTHERS = [
     ("@2", "blocks.0.a_7"),
     ("@3", "loss"),
     ("@7", "a_12"),
+    ("@2", "blocks.0.a_3"),
+    ("@3", "a_11"),
+    ("@13", "blocks.0.a_3"),
+    ("@9", "blocks.0.a_3"),  # after a step so large that softmax shifts its rows
 ]
 PARTS: list[dict[str, Any]] = [
     {"kind": "head", "head": 1},
@@ -161,7 +167,10 @@ def mistakes(session: Session, text: str) -> Iterator[Request]:
         ("value", {"name": "a_11", "rows": "0:x", "columns": "0:3"}), ("matrix", {"name": "a_99"}),
         ("value", {"name": "a_11", "rows": "80:90", "columns": "0:3"}), ("matrix", {"name": "a_11", "rows": "0,99"}),
         ("slice", {"name": "a_11", "rows": "0:3", "columns": "5:2"}), ("matrix", {"name": "a_11", "rows": "x"}),
-        ("matrix", {"name": "blocks.0.rho"}), ("patch-map", {"other": "@4", "of": "a_2"}),
+        ("matrix", {"name": "blocks.0.rho"}), ("matrix", {"name": "blocks.9.sent"}), ("slice", {"name": "w_99"}),
+        ("slice", {"name": "blocks.0.G_7"}), ("slice", {"name": "blocks.9.score"}), ("slice", {"name": "score"}),
+        ("slice", {"name": "blocks.0.sum_e"}), ("follow", {"name": "b_99", "row": 0, "column": 0}),
+        ("patch-map", {"other": "@4", "of": "a_2"}),
         ("patch", {"other": "@4", "block": 7}), ("patch", {"other": "@4", "block": 0, "of": "skip_5"}),
         ("patch", {"other": "@4", "block": 0, "head": 9}), ("patch", {"other": "@4", "block": 0, "of": "a_5", "head": 0}),
         ("patch", {"other": "@5", "block": 0, "position": 13}), ("patch", {"other": "@13", "block": 0, "position": 12}),
