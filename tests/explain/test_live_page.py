@@ -13,6 +13,7 @@ import handgrad as hg
 from handgrad.cli.explain import explain
 from handgrad.explain_page.export import export_live
 from handgrad.explain_page.views.attribution import attribution
+from handgrad.explain_page.views.patching import patch_at, patch_map_at
 from handgrad.explain_page.views.step import take_step
 
 pytest_plugins = ["page_fixtures"]
@@ -68,6 +69,19 @@ def test_the_page_is_live_without_a_server(open_page: Open, tmp_path: Path) -> N
     page.click("#tab-attribution")
     expect(page.locator("#gap")).to_be_visible()
     assert number(page, "#gap") == pytest.approx(attribution(session, sentence)["gap"], rel=1e-6)
+    page.click("#tab-compare")
+    page.fill("#other-sentence", TEXT)
+    page.click("#compare-sentence")
+    expect(page.locator("#view-compare .heat", has_text="Predicted change by head")).to_be_visible()
+    page.locator("section[aria-label='Largest predicted changes'] button").first.click()
+    patches = patch_map_at(session, sentence, session.sentence(TEXT))
+    best = patches["largest"][0]
+    expect(page.locator("#view-compare .outcome h3")).to_contain_text(f"With {best['label']} from the other trace")
+    found = patch_at(
+        session, sentence, session.sentence(TEXT), best["block"], head=best["head"], position=best["position"]
+    )
+    for name in ("predicted", "measured"):
+        assert number(page, f"#patch-{name}") == pytest.approx(found[name], rel=1e-7)  # type: ignore[literal-required]
     page.click("#tab-exercises")
     expect(page.locator("#view-exercises .where, #view-exercises header").first).to_be_visible()
     assert page.locator("#view-exercises textarea").count() == 0  # nothing to judge an answer by

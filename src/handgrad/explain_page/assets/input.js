@@ -4,6 +4,7 @@
 import { has, sentences } from "./api.js";
 import { listenToLinks } from "./linked.js";
 import { find } from "./render.js";
+import { listenToSymbols } from "./symbols.js";
 import { isDark, keepTheme } from "./theme.js";
 import { endTour } from "./tour.js";
 import { VIEWS } from "./views.js";
@@ -19,6 +20,7 @@ export function fitSentence() {
  * @param {any} actions
  * @param {{ readAddress: () => any, setTheme: (dark: boolean) => void, tour: () => void }} page */
 export function listen(state, actions, page) {
+  listenToSymbols(state.table.symbols);
   listenToSentence(state, actions);
   listenToKeys(state, actions);
   listenToLinks();

@@ -124,7 +124,7 @@ function readAddress(hash = location.hash) {
   Object.assign(state, {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
-    objective: here.objective,
+    objective: here.objective, hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
   state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
@@ -239,7 +239,8 @@ const actions = {
 
   /** Open a station. @param {string} station @param {string} direction @param {number} token */
   go(station, direction = state.direction, token = state.token) {
-    Object.assign(state, { view: "station", station, direction, token, followed: [] });
+    const hand = state.hand && { name: "", row: null, column: null, head: null }; // stays open
+    Object.assign(state, { view: "station", station, direction, token, hand, followed: [] });
     return show();
   },
 

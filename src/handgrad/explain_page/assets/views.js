@@ -1,5 +1,5 @@
 // @ts-check
-// The views of the page, in the order of their tabs, which is that of the story.
+// The views of the page, in the order of their tabs: the prologue, then the order of the story.
 
 import { absentView } from "./absent_view.js";
 import { attributionView } from "./attribution.js";
@@ -7,6 +7,7 @@ import { compareView } from "./compare.js";
 import { exercisesView } from "./exercises.js";
 import { flowView } from "./gradient_flow.js";
 import { headsView } from "./heads.js";
+import { prologueView } from "./prologue.js";
 import { stationView } from "./station.js";
 import { stepView } from "./step.js";
 import { storyView } from "./story.js";
@@ -14,6 +15,7 @@ import { whatIfView } from "./what_if.js";
 
 /** @type {any[]} */
 const ALL = [
+  prologueView,
   storyView,
   stationView,
   attributionView,

@@ -3,7 +3,7 @@
 // follow/follow.py.
 
 import * as activations from "./forward.js";
-import { absolute, furthest, sortedDown, sum } from "./matrices.js";
+import { absolute, sortedDown, sum } from "./matrices.js";
 import { blockOf } from "./network.js";
 import { grouped, percent, split, subscript, symbol, typeset } from "./notation.js";
 import * as signals from "./signals.js";
@@ -17,7 +17,7 @@ import { cellOf, valuesOf } from "./terms.js";
 
 const VOCABULARY_ROWS = ["w_tok", "grad_w_tok"]; // tensors with a row, or a column, for every token of the vocabulary
 const VOCABULARY_COLUMNS = ["a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11"];
-const SHOWN = 12; // terms that are listed; the others are added up
+const [ALL, SHOWN] = [40, 12]; // a sum of at most ALL terms is listed whole; of others the largest SHOWN
 
 /** The terms of one cell, largest first, with their sum beside the value on the screen. @param {Session} session
  * @param {Traced} sentence @param {{ name: string, head?: number, row: number, column: number }} given */
@@ -25,50 +25,28 @@ export function follow(session, sentence, { name, head, row, column }) {
   const t = new Tensors(session, sentence),
     cell = cellOf(name, row, column, head ?? null);
   const value = t.value(cell);
-  const backward = /^(delta|grad)_/.test(split(name)[1]);
+  const backward = /^(delta_|grad_|G_|mean_G)/.test(split(name)[1]);
   const { formula, sums } = (backward ? signals : activations).rule(t, cell);
   const parts = sums.map(valuesOf),
     every = Float64Array.from(parts.flatMap((x) => [...x]));
   const places = parts.flatMap((x, k) => [...x].map((_, i) => ({ part: sums[k], i }))); // of every term
-  const order = sortedDown(absolute(every));
-  const terms = order.slice(0, SHOWN).map((k) => termOf(session, sentence, places[k].part, places[k].i, every[k]));
+  const order = sortedDown(absolute(every)),
+    listed = order.length <= ALL ? order : order.slice(0, SHOWN);
+  const terms = listed.map((k) => termOf(session, sentence, places[k].part, places[k].i, every[k]));
   const total = sums.length ? sum(every) : value;
-  const rest = sums.length ? total - sum(terms.map((term) => term.value)) : 0;
+  const rest = listed.length < order.length ? total - sum(terms.map((term) => term.value)) : 0;
   return {
     ...named(session, sentence, cell),
     value,
     formula,
     count: every.length,
     terms,
-    rest: { count: Math.max(0, every.length - SHOWN), value: rest },
+    rest: { count: every.length - listed.length, value: rest },
     sum: total,
     leaf: !sums.length,
     caption: caption(value, every, order, formula),
   };
 }
-
-/** The entry of a gradient that is furthest from 0, with the two columns whose products add up to it, a row per token; null
- * if it is more than one sum of products. @param {Session} session @param {Traced} sentence @param {string} name */
-export function byHand(session, sentence, name) {
-  const t = new Tensors(session, sentence),
-    grad = t.get(name),
-    k = furthest(grad.data);
-  const [row, column] = [Math.floor(k / grad.cols), k % grad.cols];
-  const { sums } = signals.rule(t, cellOf(name, row, column));
-  if (sums.length !== 1 || sums[0].factors.length !== 2) return null;
-  const factors = [];
-  for (const factor of sums[0].factors) {
-    const cell = factor.cell(0);
-    if (cell === null || factor.values.length !== sentence.ids.length) return null;
-    const head = cell.head === null ? "" : ` of head ${cell.head + 1}`;
-    const title = `${factor.symbol || symbolOf(split(cell.name)[1])}${head}, column ${cell.column}`;
-    factors.push({ title, digits: Array.from(factor.values, digits) });
-  }
-  return { row, column, factors, digits: digits(grad.data[k]) };
-}
-
-/** Nine digits, as of a float32. @param {number} x */
-const digits = (x) => String(Number(x.toPrecision(9)));
 
 /** @param {Session} session @param {Traced} sentence @param {Sum} part @param {number} i @param {number} value */
 function termOf(session, sentence, part, i, value) {
@@ -110,7 +88,7 @@ function named(session, sentence, { name, row, column, head }) {
   const [, last] = split(name),
     { ids } = sentence;
   const between = ["rho", "score", "delta_causal", "delta_raw"].includes(last);
-  const tokens = /^(a|delta|mu|sigma)_|^[qkv]$/.test(last) || between || last === "y_pred";
+  const tokens = /^(a|delta|mu|sigma|G|mean)_|^sum_e|^[qkv]$/.test(last) || between || last === "y_pred";
   let rowLabel = tokens && row < ids.length ? session.tokenText(ids[row]) : null;
   if (VOCABULARY_ROWS.includes(last)) rowLabel = session.tokenText(row);
   const columnLabel = VOCABULARY_COLUMNS.includes(last)
@@ -132,10 +110,17 @@ function named(session, sentence, { name, row, column, head }) {
 }
 
 /** @param {string} last */
-function symbolOf(last) {
+export function symbolOf(last) {
+  const inside = /^(G|mean_G|mean_Ga)_(\d+)$/.exec(last);
+  if (inside) {
+    const n = subscript(inside[2]);
+    return { G: `G${n}`, mean_G: `mean(G${n})`, mean_Ga: `mean(G${n} ∘ ā${n})` }[inside[1]] ?? "";
+  }
+  const statistic = /^(sigma|mu)_(\d+)$/.exec(last);
+  if (statistic) return { sigma: "σ", mu: "μ" }[statistic[1]] + subscript(statistic[2]);
   if (last.startsWith("a_bar_")) return `ā${subscript(last.slice(6))}`;
   if (last.startsWith("grad_")) return `∂${last.slice(5)}`;
-  return { rho: "ρ" }[last] ?? symbol(last);
+  return { rho: "ρ", sum_e: "Σ e^x" }[last] ?? symbol(last);
 }
 
 /** The expression that reads this cell from a trace; null for what a trace does not record. @param {Traced} sentence

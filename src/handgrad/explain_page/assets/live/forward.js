@@ -1,6 +1,7 @@
 // @ts-check
 // How a cell of an activation was computed: a rule per kind of step, as follow/forward.py.
 
+import { range, rowOf } from "./matrices.js";
 import { hereOf } from "./network.js";
 import { grouped, split, symbol } from "./notation.js";
 import { answer, cellOf, column, number, one, only, product, row } from "./terms.js";
@@ -22,10 +23,8 @@ export function rule(t, cell) {
     const [name] = t.network.holder(here, rest).inputs;
     return answer("the mean of the row", product([row(t, name, i)], 1 / t.get(name).cols));
   }
-  if (last === "rho") {
-    const value = number(t.value(cell), "softmax", () => ({ ...cell, name: `${here}score` }));
-    return answer("the softmax of the row of scores", product([value]));
-  }
+  if (last === "rho") return softmax(t, cell, here, `${here}score`);
+  if (last === "sum_e") return sumOfSoftmax(t, cell, here);
   if (last === "score")
     return answer("query · key / √d_ρ", product([row(t, `${here}q`, i, head), row(t, `${here}k`, j, head)], 1 / Math.sqrt(t.width("q"))));
   if ("qkv".includes(last)) return weighted(t, `${here}a_2`, here, last, i, (head ?? 0) * t.width(last) + j);
@@ -67,15 +66,38 @@ const RULES = {
 
   activation(t, step, cell) {
     const [name] = step.inputs,
-      a = symbol(name);
-    return answer(`the activation function of ${a}`, product([number(t.value(cell), `g(${a})`, () => ({ ...cell, name }))]));
+      a = symbol(name),
+      x = one(t, name, cell.row, cell.column);
+    const passes = number(x.values[0] ? t.value(cell) / x.values[0] : 0, `g(${a})/${a}`);
+    return answer(`g(${a}): ${a} times the share that passes`, product([x, passes]));
   },
 
-  loss(t, step, cell) {
-    const value = number(t.value(cell), "softmax", () => ({ ...cell, name: step.inputs[0] }));
-    return answer("the softmax of the row of logits", product([value]));
-  },
+  loss: (t, step, cell) => softmax(t, cell, "", step.inputs[0]),
 };
+
+/** e^x of one entry of a row, divided by the sum over the row. @param {Tensors} t @param {Cell} cell @param {string} here
+ * @param {string} source */
+function softmax(t, cell, here, source) {
+  const { e, shifted } = t.exponentials(here, cell.head),
+    total = { ...cell, name: `${here}sum_e`, column: 0 };
+  const value = number(rowOf(e, cell.row)[cell.column], exponential(here, shifted), () => ({ ...cell, name: source }));
+  const text = "softmax: e to the power of the entry, divided by the sum over the row";
+  return answer(text, product([value, number(1 / t.value(total), "1/Σ", () => total)]));
+}
+
+/** @param {string} here @param {boolean} shifted */
+const exponential = (here, shifted) => {
+  const what = here ? "score" : "logit";
+  return shifted ? `e^(${what} − max)` : `e^${what}`;
+};
+
+/** What a row of exponentials is divided by. @param {Tensors} t @param {Cell} cell @param {string} here */
+function sumOfSoftmax(t, { row: i, head }, here) {
+  const { e, shifted } = t.exponentials(here, head),
+    seen = here ? t.seen(i) : range(e.cols);
+  const every = number(rowOf(e, i), exponential(here, shifted), (k) => cellOf(here ? `${here}score` : "a_12", i, k, head));
+  return answer(`the sum over the row${here ? masked(t, seen) : ""}`, only(product([every]), seen));
+}
 
 /** @param {Tensors} t @param {string} here @param {string} n @param {number} i @param {number} j */
 function normalized(t, here, n, i, j) {

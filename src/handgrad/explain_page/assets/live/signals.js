@@ -3,7 +3,6 @@
 // sum of what the steps that read it send back.
 
 import { g_prime } from "../engine/activation.js";
-import { delta_prev, forward } from "../engine/layernorm.js";
 import { matrix } from "../engine/matrix.js";
 import { masked } from "./forward.js";
 import { columnOf, range, rowOf } from "./matrices.js";
@@ -22,6 +21,7 @@ const PASSED = "Δ of the skip connection"; // beside what comes through the bra
 export function rule(t, cell) {
   const [here, last] = split(cell.name);
   if (last.startsWith("grad_")) return gradient(t, cell, here, last.slice(5));
+  if (/^(mean_)?G/.test(last)) return insideNorm(t, cell, here);
   const readers = t.network.readers(`${here}a_${last.replace("delta_", "")}`);
   if (!readers.length) return (/_(causal|raw)$/.test(last) ? scores : queries)(t, cell, here);
   const sent = readers.map((step) => RULES[step.kind](t, step, cell));
@@ -41,11 +41,19 @@ const RULES = {
     return answer("Δ of the next block's input", product([one(t, signalsOf(step)[0], i, j)]));
   },
 
-  /** Δ of a norm's output · column j of its derivative at row i */
+  /** [G − mean(G) − ā ∘ mean(G ∘ ā)]/σ */
   norm(t, step, { row: i, column: j }) {
-    const through = number(derivative(t, step, i, j), "norm′");
-    const which = step.block === null ? "last " : "";
-    return answer(`Δ through the ${which}norm`, product([row(t, signalsOf(step)[0], i), through]));
+    const here = hereOf(step),
+      [n] = step.layers,
+      spread = cellOf(`${here}sigma_${n}`, i, 0);
+    const inverse = number(1 / t.get(spread.name).data[i], "1/σ", () => spread),
+      along = one(t, `${here}mean_Ga_${n}`, i, 0);
+    return answer(
+      `Δ through the ${step.block === null ? "last " : ""}norm`,
+      product([one(t, `${here}G_${n}`, i, j), inverse]),
+      product([one(t, `${here}mean_G_${n}`, i, 0), inverse], -1),
+      product([one(t, `${here}a_bar_${n}`, i, j), along, inverse], -1),
+    );
   },
 
   /** Of q, k and v, all heads */
@@ -103,16 +111,16 @@ const RULES = {
 
 // ── inside a step ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-/** ∂ output_k / ∂ input_j of a norm at row i, for all k: its backward pass of every unit vector. @param {Tensors} t
- * @param {Step} step @param {number} i @param {number} j */
-function derivative(t, step, i, j) {
-  const a = rowOf(t.get(step.inputs[0]), i),
-    d = a.length,
-    w = t.get(`${hereOf(step)}w_${step.layers[0]}`);
-  const rows = matrix(d, d, range(d * d).map((k) => a[k % d]));
-  const units = matrix(d, d, range(d * d).map((k) => (k % d === Math.floor(k / d) ? 1 : 0)));
-  const { a_bar, sigma } = forward(rows, w, null, t.session.config.eps);
-  return columnOf(delta_prev(units, a_bar, sigma, w), j);
+/** G = Δ diag(w), or a mean of its rows. @param {Tensors} t @param {Cell} cell @param {string} here @returns {Answer} */
+function insideNorm(t, { name, row: i, column: j }, here) {
+  const [, what, n] = /** @type {string[]} */ (/([^.]*)_(\d+)$/.exec(name)),
+    g = `${here}G_${n}`;
+  if (what !== "G") {
+    const also = what === "mean_G" ? [] : [row(t, `${here}a_bar_${n}`, i)];
+    return answer("the mean of the row", product([row(t, g, i), ...also], 1 / t.get(g).cols));
+  }
+  const [delta] = signalsOf(t.network.holder(here, n));
+  return answer("Δ of the output times the gain", product([one(t, delta, i, j), one(t, `${here}w_${n}`, 0, j)]));
 }
 
 /** @param {Tensors} t @param {Cell} cell @param {string} here @returns {Answer} */

@@ -5,7 +5,7 @@ import { t as turned } from "../engine/matrix.js";
 import { quote } from "../format.js";
 import { aboutActivations, aboutError, aboutGradients, aboutLoss, aboutPush, aboutScores } from "./captions.js";
 import { logChances, positionOf } from "./chances.js";
-import { byHand } from "./follow.js";
+import { byHand } from "./by_hand.js";
 import { absolute, columnOf, columnsOf, largest, norm, rowNorms, rowOf, rowsOf, top } from "./matrices.js";
 import { isOverVocabulary } from "./network.js";
 import { signal, symbol } from "./notation.js";
@@ -47,6 +47,7 @@ export function atStation(session, sentence, { station: id }) {
     const of = (/** @type {string} */ field) => new Map(view.parameters.map((/** @type {any} */ p) => [p.symbol, p[field]]));
     view.parameters_caption = aboutGradients(of("grad_norm"), of("norm"));
   }
+  view.by_hand = byHand(session, sentence, station);
   return view;
 }
 
@@ -127,7 +128,6 @@ function parameterOf(session, sentence, { symbol, gradient }) {
     grad_norm: norm(grad.data),
     picture: picture(drawn, { limit: COLUMNS / 2, rowsLimit: ROWS }),
     vocabulary: words,
-    by_hand: byHand(session, sentence, gradient),
     python: `trace['${gradient}']${part}`,
   };
 }

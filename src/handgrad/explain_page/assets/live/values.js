@@ -8,7 +8,7 @@ import { blockOf } from "./network.js";
 import { grouped, split } from "./notation.js";
 import { picture } from "./pictures.js";
 import { estimates, relaxedSignal } from "./swaps.js";
-import { tensorOf } from "./tensors.js";
+import { Tensors } from "./tensors.js";
 
 /** @typedef {import("./session.js").Session} Session */
 /** @typedef {import("./session.js").Traced} Traced */
@@ -21,23 +21,25 @@ function matrixOf(session, sentence, { name, head }) {
   if (name === "delta_0") return relaxedSignal(session, sentence);
   if (name === "swaps") return estimates(session, sentence);
   const { trace } = sentence,
-    [here, last] = split(name),
-    read = last === "sent" ? `${here}rho` : name;
-  if (!trace.has(read)) throw new RequestError(`the trace has no matrix '${name}'`);
-  const heads = trace.heads(read);
+    [here, last] = split(name);
+  const sent = last === "sent" && trace.has(`${here}rho`), // not recorded: computed from what is
+    tensors = new Tensors(session, sentence),
+    heads = tensors.heads(sent ? `${here}rho` : name);
   if (heads && !(head !== undefined && head >= 0 && head < heads))
     throw new RequestError(`${name} has ${heads} heads: pass head=0 to ${heads - 1}`);
-  if (last === "sent") return headOf(session, sentence, blockOf(name) ?? 0, head ?? 0).sent;
-  return tensorOf(trace, read, heads ? head : undefined);
+  if (sent) return headOf(session, sentence, blockOf(name) ?? 0, head ?? 0).sent;
+  return tensors.get(name, heads ? head : null);
 }
 
 /** @param {any} x @param {string} name */
 const shape = (x, name) => `${name} is ${x.rows} × ${x.cols}`;
 
-/** A part of a matrix as a picture, for zooming. @param {Session} session @param {Traced} sentence
- * @param {{ name: string, head?: number, rows: number[], columns: number[] }} given */
-export function sliceOf(session, sentence, { rows, columns, ...which }) {
-  const x = matrixOf(session, sentence, which);
+/** A part of a matrix as a picture, for zooming, or all of it. @param {Session} session @param {Traced} sentence
+ * @param {{ name: string, head?: number, rows?: number[], columns?: number[] }} given */
+export function sliceOf(session, sentence, given) {
+  const { rows: someRows, columns: someColumns, ...which } = given,
+    x = matrixOf(session, sentence, which);
+  const [rows, columns] = [someRows ?? [0, x.rows], someColumns ?? [0, x.cols]];
   for (const [[low, high], size] of /** @type {[number[], number][]} */ ([[rows, x.rows], [columns, x.cols]]))
     if (!(0 <= low && low < high && high <= size))
       throw new RequestError(`${shape(x, which.name)}; the range ${low}:${high} is outside it`);
