@@ -97,7 +97,7 @@ def overview(session: Session, sentence: TracedSentence) -> Overview:
             {"id": s.id, "a": _lengths(sentence, () if s.kind == "loss" else s.a), "delta": _lengths(sentence, s.incoming)}
             for s in session.stations
         ],
-        "flow": _flow(session, sentence), "groups": groups, "groups_caption": captions.about_groups(sizes),
+        "groups": groups, "groups_caption": captions.about_groups(sizes),
     }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[Group], di
 # ── the gradient flow ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _flow(session: Session, sentence: TracedSentence) -> Flow:
+def flow(session: Session, sentence: TracedSentence) -> Flow:
     """Return the error of every token at every depth, each row also as shares of its own squares. What an addition adds has
     the addition's error signal: both are one row."""
     rows: list[FlowRow] = []
