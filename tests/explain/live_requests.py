@@ -41,7 +41,7 @@ def requests(session: Session, text: str) -> list[Request]:
     found += [("predict", {"text": text, "version": 1}), ("token", {"text": "be"})]
     found += [("overview", {"id": id}) for id in ("@1", "@2", "@7")]
     found += [("station", {"id": id, "station": station}) for id, station in OF_OTHERS]
-    found += [(name, {"id": "@0"}) for name in ("overview", "heads", "effects")]
+    found += [(name, {"id": "@0"}) for name in ("overview", "flow", "heads", "effects")]
     found += [("station", {"id": "@0", "station": s.id}) for s in session.stations]
     found += [("lens", {"id": "@0", "station": s.id}) for s in session.stations if s.stream]
     found += [("lens", {"id": "@2", "station": "blocks.0.a_5"}), ("head", {"id": "@2", "block": 0, "head": 1})]

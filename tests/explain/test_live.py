@@ -29,8 +29,8 @@ from handgrad.text import tokenizer
 
 EXACT, SINGLE = 1e-9, 1e-5  # relative differences from Python in float64, which the browser computes in, and in float32
 MAIN = (
-    "overview", "flow", "station", "head", "heads", "lens", "effects", "follow", "compare", "patch-map", "patch",
-    "slice", "value", "swaps",
+    "overview", "flow", "station", "head", "heads", "lens", "effects", "follow", "compare", "patch-map", "patch", "slice",
+    "value", "swaps",
 )  # fmt: skip
 KEYS = "each column of Δ_k sums to 0, so "  # why ∂b_k, which nothing computes here, is 0
 CHARACTERS = tokenizer.make("chars", ["to be, or not?\nTO BE"])
@@ -143,7 +143,15 @@ def test_the_checks_are_those_of_python_without_autograd(asked: dict[str, Asked]
 def test_every_route_is_asked(asked: dict[str, Asked]) -> None:
     """But those that need the server or its oracles."""
     names = {name for name, _ in asked["nano"].requests}
-    assert names == ROUTES.keys() - {"progress", "download", "learn/grade", "learn/shown", "proofs"}
+    assert names == ROUTES.keys() - {
+        "progress",
+        "download",
+        "learn/grade",
+        "learn/shown",
+        "proofs",
+        "patch-map",
+        "patch",
+    }
     declared = re.findall(r'"([a-z-]+)"', asset("live.js").partition("new Set([")[2].partition("]")[0])
     assert {*declared} == names | {"proofs"}
 
