@@ -4,7 +4,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from page_helpers import Open, check_accessibility, expect_all_proven, go, number
+from page_helpers import Open, check_accessibility, data, expect_all_proven, go, number
 from playwright.sync_api import expect
 from test_live import SHAPES, in_float64, session_of
 from tiny_session import TEXT, make_session
@@ -55,6 +55,9 @@ def test_the_page_is_live_without_a_server(open_page: Open, tmp_path: Path) -> N
     expect(page.locator("#follow h3")).to_contain_text("Δ₇")
     check_accessibility(page)
     page.click("#follow-close")
+    page.click("#hand-toggle")
+    page.click("#hand-show")
+    assert data(page.locator("#hand .sum")) == pytest.approx(number(page, "#hand-value"), rel=1e-9)
 
     badge = page.locator("#badge")
     expect(badge).to_have_class("badge good")
