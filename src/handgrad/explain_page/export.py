@@ -24,6 +24,7 @@ from .views.step import take_step
 MAX_BYTES = 8_000_000
 COLUMNS = (128, 64, 32)  # most columns of a picture: the first number with which the file is small enough
 RATES = (0.001, 0.01, 0.1)
+BY_HAND = 2  # entries of every result of a station with their terms, for exercises
 STEPS = 12  # precomputed at each rate; one for a large model
 Watch = Callable[[Sequence[str]], Iterable[str]]
 
@@ -112,11 +113,19 @@ def _pictures(
     """Return the answers that consist of pictures, at most `columns` wide, of all stations and blocks, or of some."""
     config, found = session.model.config, Embedded(session, sentence)
     for station in session.stations if stations is None else stations:
-        found.add("station", {"limit": columns}, station=station.id)
+        found.add("station", {"limit": columns, **_by_hand(session, station)}, station=station.id)
     for block in session.network.having("attention") if blocks is None else blocks:
         for head in range(config.n_heads):
             found.add("head", {"limit": columns}, block=block, head=head)
     return found
+
+
+def _by_hand(session: Session, station: Station) -> dict[str, int]:
+    """What the file has of a station to compute by hand; of a large model one entry of each result, and what is computed on
+    the way in the last block and outside the blocks."""
+    if not session.large:
+        return {"stored": BY_HAND}
+    return {"stored": 1, "inner": station.block in (None, session.model.config.n_blocks - 1)}
 
 
 def _proofs(session: Session, sentence: TracedSentence, watch: Watch) -> dict[str, Any]:

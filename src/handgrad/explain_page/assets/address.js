@@ -15,16 +15,29 @@ export function parseAddress(hash) {
     head: integer("head"),
     text: parameters.get("text"),
     objective: parameters.get("objective"),
+    hand: decodeHand(parameters.get("hand")),
   };
 }
 
+/** What is computed by hand: blocks.0.grad_w_6:3:5, with a fourth number for a head. @param {string | null} text */
+function decodeHand(text) {
+  if (text === null) return null;
+  const [name, row, column, head] = text.split(":");
+  const index = (/** @type {string | undefined} */ x) => (/^\d+$/.test(x ?? "") ? Number(x) : null);
+  return { name, row: index(row), column: index(column), head: index(head) };
+}
+
+/** @param {{ name: string, row: number | null, column: number | null, head: number | null }} hand */
+const encodeHand = ({ name, row, column, head }) => [name, row, column, head].filter((x) => x !== null).join(":");
+
 /** @param {{ view: string, station: string, direction: string, token: number | null, head: number, text: string | null,
- * objective: string | null }} here */
-export function formatAddress({ view, station, direction, token, head, text, objective }) {
+ * objective: string | null, hand?: any }} here */
+export function formatAddress({ view, station, direction, token, head, text, objective, hand = null }) {
   const parameters = new URLSearchParams();
   if (token !== null) parameters.set("token", String(token));
   if (head) parameters.set("head", String(head));
   if (objective) parameters.set("objective", objective);
+  if (hand && view === "station") parameters.set("hand", encodeHand(hand));
   if (text !== null) parameters.set("text", text);
   const path = view === "station" ? `station/${station}/${direction}` : view;
   const query = parameters.toString();

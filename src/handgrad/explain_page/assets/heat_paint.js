@@ -62,6 +62,7 @@ export function paintCanvas(canvas, pixels, picture, at, labels, marks, ratio = 
   context.scale(ratio, ratio);
   context.imageSmoothingEnabled = false;
   context.drawImage(pixels, at.left, at.top, columns * at.cw, rows * at.ch);
+  if (marks.lit?.length) lightUp(context, pixels, at, marks.lit, [rows, columns]);
   context.font = labelFont(at);
   context.textBaseline = "middle";
   for (const { text, x, y, anchor, turned, row } of labelsAt(picture, at, labels)) {
@@ -80,6 +81,26 @@ export function paintCanvas(canvas, pixels, picture, at, labels, marks, ratio = 
     context.lineWidth = thick;
     context.strokeRect(x, y, w, h);
   }
+}
+
+/** Some cells, by first row, first column, rows and columns, as they are, with a frame; all others paler.
+ * @param {CanvasRenderingContext2D} context @param {HTMLCanvasElement} pixels @param {Layout} at @param {number[][]} lit
+ * @param {number[]} cells */
+function lightUp(context, pixels, at, lit, [rows, columns]) {
+  const style = getComputedStyle(document.documentElement);
+  context.save();
+  context.globalAlpha = 0.65;
+  context.fillStyle = style.getPropertyValue("--card");
+  context.fillRect(at.left, at.top, columns * at.cw, rows * at.ch);
+  context.globalAlpha = 1;
+  context.strokeStyle = style.getPropertyValue("--focus");
+  context.lineWidth = 2;
+  for (const [i, j, down, right] of lit) {
+    const box = [at.left + j * at.cw, at.top + i * at.ch, right * at.cw, down * at.ch];
+    context.drawImage(pixels, j, i, right, down, box[0], box[1], box[2], box[3]);
+    context.strokeRect(box[0] - 1, box[1] - 1, Math.max(4, box[2] + 2), Math.max(4, box[3] + 2));
+  }
+  context.restore();
 }
 
 /** @param {Layout} at */

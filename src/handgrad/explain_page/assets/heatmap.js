@@ -3,7 +3,7 @@
 
 import { get, offline } from "./api.js";
 import { count, exact, number, quote, shapeOf } from "./format.js";
-import { cellAt, cellsOf, crop, layout, range } from "./heat_geometry.js";
+import { cellAt, cellsOf, crop, layout, litCells, range } from "./heat_geometry.js";
 import { paintCanvas, paintScale, pixelsOf, svgText } from "./heat_paint.js";
 import { h, widget } from "./render.js";
 import { pictureFiles, saveMenu } from "./save.js";
@@ -29,6 +29,7 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {string} [join]      what stands between the row and the column
  * @property {boolean} [square]   draw square cells
  * @property {number} [selected]  the row to mark
+ * @property {{ row: number | null, column: number | null }} [lit]  the row and the column, or the entry of both, that light up
  * @property {(row: number, column: number) => void} [choose]  called on a click, with the entry that the cell shows
  * @property {string} [chooses]   what a click does
  * @property {boolean} [positive] show the scale from 0 only
@@ -103,6 +104,7 @@ function heatmap(given) {
   const at = () => layout(picture, options, frame.clientWidth);
   const marks = () => ({
     selected: options.selected === undefined ? -1 : options.selected - picture.rows[0],
+    lit: options.lit && litCells(picture, options.lit),
     cursor,
     drag,
   });

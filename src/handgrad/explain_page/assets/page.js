@@ -20,6 +20,7 @@ import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { scrollToToken, tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
+import { listenToSymbols } from "./symbols.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
@@ -125,6 +126,7 @@ function readAddress(hash = location.hash) {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
     objective: here.objective,
+    hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
   state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
@@ -237,7 +239,8 @@ const actions = {
 
   /** Open a station. @param {string} station @param {string} direction @param {number} token */
   go(station, direction = state.direction, token = state.token) {
-    Object.assign(state, { view: "station", station, direction, token, followed: [] });
+    const hand = state.hand && { name: "", row: null, column: null, head: null }; // stays open
+    Object.assign(state, { view: "station", station, direction, token, hand, followed: [] });
     return show();
   },
 
@@ -346,6 +349,7 @@ async function start() {
     setStatus(/** @type {Error} */ (reason).message, true);
     return;
   }
+  listenToSymbols(state.table.symbols);
   const t = state.table,
     address = location.hash;
   document.title = `${t.name} · handgrad explain`;

@@ -3,7 +3,7 @@
 
 import { has, offline } from "./api.js";
 import { attentionCard } from "./attention.js";
-import { byHand } from "./by_hand.js";
+import { handCard } from "./by_hand.js";
 import { exerciseButtons } from "./exercises.js";
 import { number, shapeOf } from "./format.js";
 import { followCard } from "./follow.js";
@@ -15,6 +15,7 @@ import { neuronCard } from "./neurons.js";
 import { button, caption, figureCell, table, tr } from "./parts.js";
 import { proofCard } from "./proof.js";
 import { h } from "./render.js";
+import { symbolRow } from "./symbols.js";
 import { swapTable } from "./swaps.js";
 
 /** The open station; the loss with the definition of what is explained. */
@@ -56,12 +57,14 @@ export const stationView = {
       heading(station, state, actions),
       h("p.summary", { key: "summary" }, station.summary),
       formulas(station, state, view),
+      symbolRow(station),
       proofCard(state.proof),
       station.id === "a_0" ? swapTable(view, swaps, state) : null,
       station.id === "loss" ? lossCard(view, state, actions) : null,
       head ? attentionCard(head, state, actions, labels) : null,
       matrices(view, station, state, actions, labels),
       followed ? followCard(followed, state, actions) : null,
+      handCard(view, state, actions),
       statistics(view),
       lens ? lensCard(lens, state, actions, labels) : null,
       view.parameters.length || view.frozen.length ? parameters(view, state, actions) : null,
@@ -195,7 +198,6 @@ function parameters(view, state, actions) {
             ...(offline ? {} : { choose: (row, column) => actions.follow(p.name, row, column, null), chooses }),
           })
         : null,
-      p.by_hand ? byHand(p, state.overview.tokens) : null,
     );
   return h(
     "section.card",

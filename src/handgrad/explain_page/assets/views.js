@@ -6,6 +6,7 @@ import { compareView } from "./compare.js";
 import { exercisesView } from "./exercises.js";
 import { flowView } from "./gradient_flow.js";
 import { headsView } from "./heads.js";
+import { prologueView } from "./prologue.js";
 import { stationView } from "./station.js";
 import { stepView } from "./step.js";
 import { storyView } from "./story.js";
@@ -14,6 +15,7 @@ import { whatIfView } from "./what_if.js";
 /** @type {any[]} */
 const ALL = [
   storyView,
+  prologueView,
   stationView,
   flowView,
   headsView,

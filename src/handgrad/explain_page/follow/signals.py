@@ -29,6 +29,8 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
         return _gradient(t, sentence, cell, here, last.removeprefix("grad_"))
     if last.startswith("g_"):
         return _adapter_signal(t, here, last.removeprefix("g_"), cell.row, cell.column)
+    if last.startswith(("G_", "mean_G")):
+        return _inside_norm(t, here, last, cell.row, cell.column)
     readers = t.network.readers(f"{here}a_{last.removeprefix('delta_')}")
     if last in ("delta_z", "delta_conv"):
         return _inside_convolution(t, here, last, cell.row, cell.column)
@@ -55,11 +57,17 @@ def _next(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -
 
 
 def _norm(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
-    """Δ of a norm's output · column j of its derivative at row i"""
-    i, j = cell.row, cell.column
-    derivative = _derivative(step.norm()[1], t[step.inputs[0]][i].double())[:, j]
+    """[G − mean(G) − ā ∘ mean(G ∘ ā)]/σ; an RMSNorm has no mean(G)"""
+    (n, _), here, i, j = step.norm(), step.here, cell.row, cell.column
+    centered = f"{here}sigma_{n}" in t.trace
+    spread = Cell(f"{here}{'sigma' if centered else 'rms'}_{n}", i, 0)
+    inverse = number(1 / t.value(spread), "1/σ" if centered else "1/rms", lambda k: spread)
+    along = one(t, f"{here}mean_Ga_{n}", i, 0)
+    sums = [Sum((one(t, f"{here}G_{n}", i, j), inverse)), Sum((one(t, f"{here}a_bar_{n}", i, j), along, inverse), -1)]
+    if centered:
+        sums.insert(1, Sum((one(t, f"{here}mean_G_{n}", i, 0), inverse), -1))
     which = "last " if step.block is None else ""
-    return f"Δ through the {which}norm", [Sum((row(t, step.signals[0], i), number(derivative, "norm′")))]
+    return f"Δ through the {which}norm", sums
 
 
 def _attention(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -171,6 +179,19 @@ def _derivative(norm: Norm, a: Tensor) -> Tensor:
     d, layer = len(a), wide(norm)
     saved = layer.forward(a.expand(d, d).contiguous())[1]
     return layer.backward(torch.eye(d, dtype=torch.float64), layer.rebuild_output(saved)[0], saved)
+
+
+def _inside_norm(t: Tensors, here: str, last: str, i: int, j: int) -> Answer:
+    """G = Δ diag(w), or a mean of its rows"""
+    n = last.rpartition("_")[2]
+    name, (step, _) = f"{here}G_{n}", t.network.holder(here, n) or (None, "")
+    assert step is not None
+    if not last.startswith("G_"):
+        also = () if last.startswith("mean_G_") else (row(t, f"{here}a_bar_{n}", i),)
+        return "the mean of the row", [Sum((row(t, name, i), *also), 1 / t[name].shape[1])]
+    layer, sent = step.norm()[1], one(t, step.signals[0], i, j)
+    sums = [Sum((sent, one(t, f"{here}w_{n}", 0, j)))] + ([Sum((sent,), layer.offset)] if layer.offset else [])
+    return "Δ of the output times the gain", sums
 
 
 def _of_head(name: str, w: Tensor, j: int, h: int, width: int) -> Factor:

@@ -36,6 +36,17 @@ class StationEntry(Explained):
     by_objective: dict[str, Explained]  # of the loss
 
 
+class SymbolEntry(TypedDict):
+    """What a symbol of the formulas means."""
+
+    keys: list[str]  # how assets/symbols.js reads it from a formula
+    shown: str
+    name: str
+    meaning: str
+    shape: str
+    introduced: str
+
+
 class Better(TypedDict):
     """A model that is being prepared."""
 
@@ -62,6 +73,7 @@ class Table(TypedDict):
     errata: dict[str, str]
     code: dict[str, str]
     stations: list[StationEntry]
+    symbols: list[SymbolEntry]
 
 
 class Progress(TypedDict):

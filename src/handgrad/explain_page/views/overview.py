@@ -10,6 +10,7 @@ from ..json_types.model import Flow, FlowPython, FlowRow, FormulaLine, Group, Mo
 from ..presentation import captions
 from ..presentation.chances import losses_of
 from ..presentation.notation import symbol, symbols
+from ..presentation.symbols import entries
 from ..session.objectives import describe
 from ..session.session import Session, TracedSentence
 from ..stations.end_formulas import LOSSES, explained
@@ -34,6 +35,7 @@ def table(session: Session) -> Table:
         "large": session.large, "errata": {id: ERRATA[id] for id in used},
         "code": {name: source(name) for name in functions},
         "stations": [_station_entry(session, station) for station in session.stations],
+        "symbols": entries(),
     }  # fmt: skip
 
 
