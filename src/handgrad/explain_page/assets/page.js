@@ -13,6 +13,7 @@ import { button } from "./parts.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
+import { shareMenu } from "./share.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
@@ -45,6 +46,7 @@ function redraw() {
   render(find("tokens"), tokenStrip(state, actions));
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
+  render(find("share"), [shareMenu(state)]);
   drawMap(find("map"), state, actions);
   const view = currentView(),
     panel = find(`view-${view.id}`);
@@ -126,6 +128,7 @@ function readAddress(hash = location.hash) {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
     objective: here.objective,
+    exercise: here.exercise,
     hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
