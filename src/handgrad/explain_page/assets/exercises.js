@@ -95,7 +95,7 @@ function picker(course, exercise, actions) {
 /** A paragraph, or lines of formulas. @param {any} part @param {number} i */
 const paragraph = ({ text, math: lines }, i) =>
   lines.length
-    ? h("div.math.task-math", { key: i, tabindex: "0", role: "region", "aria-label": "Formulas" }, lines.map((line, k) => h("div.side", { key: k }, line.map(formula))))
+    ? h("div.task-math", { key: i, tabindex: "0", role: "region", "aria-label": "Formulas" }, lines.map((line, k) => h("div", { key: k }, line.map(formula))))
     : h("p", { key: i }, text);
 const formula = (/** @type {string} */ mathml, /** @type {number} */ j) => math(String(j), { mathml });
 
@@ -173,7 +173,12 @@ function editor(course, exercise, state, actions) {
     soft(`Your code runs on this machine only, when you press the button. ${course.confinement}`),
     mine.problem ? h("p.problem", { role: "alert" }, mine.problem) : null,
     mine.result
-      ? judgment(mine.result, hintsShown(exercise) >= course.exact_after, course.exact_after, following(course, exercise, state, actions))
+      ? judgment(
+          mine.result,
+          hintsShown(exercise) >= course.exact_after,
+          course.exact_after,
+          following(course, exercise, state, actions),
+        )
       : solvedBefore(course, exercise, state, actions),
   );
 }

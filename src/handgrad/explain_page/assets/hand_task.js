@@ -2,6 +2,7 @@
 // A number to compute by hand as a task: how it is asked for, what it is called in the result file, whether it is solved.
 
 import { fit } from "./format.js";
+import { find } from "./render.js";
 import { numbersByHand } from "./result_file.js";
 
 const SENTENCE = 60; // characters of it in a name
@@ -27,8 +28,10 @@ export function stateOfTask(station, direction, question, state) {
 }
 
 /** @param {string} station @param {string} direction @param {string} question @param {any} state @param {any} actions */
-export function openTask(station, direction, question, state, actions) {
+export async function openTask(station, direction, question, state, actions) {
   asked.question = question;
   state.hand = { name: "", row: null, column: null, head: null };
-  return actions.go(station, direction);
+  await actions.go(station, direction);
+  find("hand")?.scrollIntoView();
+  find("hand-toggle")?.focus({ preventScroll: true });
 }

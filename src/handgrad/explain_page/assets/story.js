@@ -98,8 +98,8 @@ function words(tokens, losses, position, choose, unit) {
       content: [h("b", visible(token.label)), h("small", p === null ? "–" : percent(p))],
       label:
         p === null
-          ? `${visible(token.label)}, the first token, not predicted`
-          : `${visible(token.label)} was predicted with ${percent(p)}`,
+          ? `${quote(token.label)}, the first token, not predicted`
+          : `${quote(token.label)} was predicted with ${percent(p)}`,
       style: i ? filled("size", 0.6 * (losses[i - 1] / most)) : null,
     };
   });
