@@ -129,6 +129,6 @@ def test_a_link_and_a_card_of_what_is_shown(open_page: Open, session: Session, t
     sentence = session.sentence(TEXT)
     assert number(page, "#story b") == pytest.approx(sentence.trace["y_pred"][3, sentence.ids[4]].item(), rel=1e-6)
     story = page.locator("#story").inner_text().strip()
-    assert story.startswith("After ‘to b’ the model gave ‘e’ ")
+    assert story.startswith("After ‘b’ the model gave ‘e’ ")
     assert page.locator("#card-story").text_content() == f"The card begins: {story}"
     expect(page.locator("#story")).not_to_contain_text("␣")
