@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ..errors import HandgradError
+from ..errors import HandgradError, for_command_line
 from ..formatting import plural
 from ..web.document import document
 from .course import COURSE
@@ -16,8 +16,7 @@ MAX_FILES = 2000
 CANNOT = (
     "A hash shows that a file was changed after it was written. It is no signature: attempts and hints are counted on the"
     " student's own machine, and a program can write a file with any content and the hash that fits. To be sure of an"
-    " answer, ask for its file: handgrad learn EXERCISE --file FILE judges it, and its SHA-256 begins with the eight digits"
-    " below a ✔."
+    " answer, ask for its file: handgrad learn judges it, and its SHA-256 begins with the eight digits below a ✔."
 )
 EQUAL = "The same file, character by character. Short answers may be equal by chance."
 STYLE = """
@@ -68,7 +67,7 @@ def collect(folder: Path) -> Class:
             first[result.sha256] = name
             results[name] = result
         except HandgradError as reason:
-            problems[name] = str(reason).removeprefix(f"{path} ").replace(str(path), "it")
+            problems[name] = for_command_line(reason).removeprefix(f"{path} ").replace(str(path), "it")
     return Class(results, problems, tuple(_notes(results)))
 
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files.reading import read_json
 from .course import COURSE
 from .progress import Entry
@@ -93,7 +93,7 @@ def read_result(path: Path) -> Result:
     stored = read_json(path, MAX_BYTES)
     if stored.get("format") != FORMAT:
         own = stored.get("format") == 1 and isinstance(stored.get("exercises"), dict)
-        hint = ": it is handgrad's own record, so write one with handgrad learn --export" if own else ""
+        hint = f": it is handgrad's own record, so write one with handgrad learn {option('export')}" if own else ""
         raise HandgradError(f"is not a result of handgrad learn{hint}")
     if stored.get("version") != VERSION:
         raise HandgradError(f"is a result of another version of handgrad, {str(stored.get('version'))[:20]}")
