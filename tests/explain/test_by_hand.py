@@ -82,6 +82,9 @@ def test_factors_are_stored_with_all_their_digits() -> None:
         assert i == k == place and (j, m) == (cell["row"], cell["column"])
         for text, name, index in ((a, "a_6", (i, j)), (delta, "delta_7", (k, m))):
             assert torch.equal(torch.tensor(float(text)), sentence.trace[f"blocks.0.{name}"][index])  # type: ignore[arg-type,index]
+    for station in session.stations:  # of a large model a file has one entry of a station, in most blocks
+        (one,) = station_view.at_station(session, sentence, station, stored=1, every=False)["by_hand"]
+        assert len(one["cells"]) == 1 and (one["way"] == "gradient" or not station.parameters)
     assert [digits(x) for x in (0.1, -2.0, 1 / 3, 1e300)] == ["0.1", "-2", "0.333333333333", "1e+300"]
     x = torch.randn(100)
     assert torch.equal(torch.tensor([float(digits(one)) for one in x.tolist()]), x)

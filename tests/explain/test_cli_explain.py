@@ -21,7 +21,7 @@ from handgrad.cli.explain import choose, explain
 from handgrad.explain_page.server import Server
 from handgrad.formats import models
 from handgrad.formats.models import find_model
-from handgrad.text import downloads
+from handgrad.text import downloads, tokenizer
 from handgrad.training import checkpoint
 from handgrad.training.run import Run
 
@@ -50,6 +50,16 @@ def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "src=" not in page.replace("src/", "") and "<link" not in page
     assert "page.html" in capsys.readouterr().out
     assert str(tmp_path) not in page and "model = hg.load('model').eval()" in page, "others have no such path"
+
+
+def test_a_live_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    characters = tokenizer.make("chars", [TEXT])
+    hg.save(hg.GPT(hg.preset("nano", n_vocab=characters.n_vocab, n_blocks=1, d_model=16)), tmp_path / "model")
+    characters.write(tmp_path / "model")
+    explain(model=str(tmp_path / "model"), text=TEXT, html=tmp_path / "page.html", live=True)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'id="live-model"' in page and 'embedded-answers">' not in page and str(tmp_path) not in page
+    assert "page.html" in capsys.readouterr().out
 
 
 def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,18 @@ from test_server import call
 from tiny_session import LLAMA, TEXT, make_session
 
 from handgrad.explain_page.export import answers
-from handgrad.explain_page.json_types import common, course, model, questions, station
+from handgrad.explain_page.json_types import common, course, model, patching, questions, station
 from handgrad.explain_page.page_files import asset, served
 from handgrad.explain_page.routes import ROUTES, Route
 from handgrad.explain_page.server import Server
 from handgrad.learn.course import COURSE
 
-TYPES = [x for module in (common, course, model, questions, station) for x in vars(module).values() if is_typeddict(x)]
+TYPES = [
+    x
+    for module in (common, course, model, patching, questions, station)
+    for x in vars(module).values()
+    if is_typeddict(x)
+]
 
 
 def requests(stations: list[dict[str, Any]], id: str, other: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -36,6 +41,9 @@ def requests(stations: list[dict[str, Any]], id: str, other: str) -> Iterator[tu
     yield "lens", {"id": id, "station": "a_1"}
     yield "compare", {"id": id, "other": other}
     yield "compare", {"id": id, "other": other, "station": "blocks.0.a_5"}
+    yield "patch-map", {"id": id, "other": other}
+    yield "patch-map", {"id": id, "other": other, "of": "a_5"}
+    yield "patch", {"id": id, "other": other, "block": 1, "of": "a_3", "head": 1, "position": 2}
     yield "head", {"id": id, "block": 0, "head": 0}
     yield "neurons", {"id": id, "block": 0, "position": 2}
     yield "swaps", {"id": id, "position": 3}

@@ -51,6 +51,14 @@ def explain(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="With --html: put the model into the file instead of answers, so that it takes any sentence and step."
+            " For a small model that reads characters.",
+        ),
+    ] = False,
     lora: Annotated[
         int,
         typer.Option(
@@ -69,6 +77,8 @@ def explain(
       handgrad explain --model nano --text "Once upon a time" --html page.html
       handgrad explain --model runs/mine --no-open
     """
+    if live and html is None:
+        raise HandgradError("--live is about the file that --html writes: add --html FILE")
     if html is not None:
         check_writable(html)
     with _waiting("Starting …"):
@@ -80,10 +90,10 @@ def explain(
         torch.set_num_threads(1)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
-        from ..explain_page.export import export
+        from ..explain_page.export import export, export_live
         from ..proof.check_report import progress_bar
 
-        write_text(html, export(session, session.text, progress_bar("checking")))
+        write_text(html, export_live(session) if live else export(session, session.text, progress_bar("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
         return
     from ..explain_page.server import Server

@@ -1,5 +1,5 @@
-"""The page as one file: the same assets, with the server's answers for one sentence embedded as data. The file opens
-from disk or from an e-mail and makes no requests."""
+"""The page as one file: the same assets, with the server's answers for one sentence embedded as data, or with the model and
+the program that computes them. The file opens from disk or from an e-mail and makes no requests."""
 
 import base64
 import hashlib
@@ -14,6 +14,7 @@ from ..formatting import size
 from .course import Judge, course_view
 from .json_numbers import as_json
 from .json_types.questions import Error, Stepped
+from .live_data import live_data
 from .page_files import IMPORT, asset, imported, modules
 from .proofs.prover import CheckResults, Prover, report, summary
 from .routes import ROUTES, Served
@@ -55,19 +56,44 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     )
 
 
+def export_live(session: Session) -> str:
+    """Return the page as HTML with the model instead of answers: it computes them itself, for any sentence."""
+    program = f"{bundle('live/serve.js')}\nglobalThis.serveLive = {_variable('live/serve.js')}.serve;"
+    page = _html({"live-model": json.dumps(as_json(live_data(session)), ensure_ascii=False)}, program)
+    if len(page.encode()) > MAX_BYTES:
+        raise HandgradError(
+            f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a smaller model"
+        )
+    return page
+
+
 def _page(embedded: dict[str, Any]) -> str:
     """The HTML of the page with these answers."""
-    data = _json(embedded).replace("<", "\\u003c")
+    return _html({"embedded-answers": _json(embedded)})
+
+
+def _html(texts: dict[str, str], program: str = "") -> str:
+    """The HTML of the page with JSON by the ids of its elements, and a program that answers its requests."""
     style, script = asset("style.css") + asset("views.css"), bundle()
+    scripts, worker = f"'{_digest(script)}'", ""
+    if program:
+        scripts, worker = f"{scripts} '{_digest(program)}'", " worker-src blob:;"
     policy = (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src {scripts};{worker}"
         " base-uri 'none'; form-action 'none'"
     )
     page = asset("page.html")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
-    body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
+    elements = [f'<script type="application/json" id="{id}">{_safe(text)}</script>' for id, text in texts.items()]
+    elements += [f'<script id="live-program">{program}</script>'] if program else []
+    body = "\n".join([*elements, f'<script type="module">{script}</script>'])
     return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
+
+
+def _safe(text: str) -> str:
+    """JSON that can stand inside an element."""
+    return text.replace("<", "\\u003c")
 
 
 def _json(answers: dict[str, Any]) -> str:
@@ -121,11 +147,11 @@ def _pictures(
 
 
 def _by_hand(session: Session, station: Station) -> dict[str, int]:
-    """What the file has of a station to compute by hand; of a large model one entry of each result, and what is computed on
-    the way in the last block and outside the blocks."""
+    """What the file has of a station to compute by hand; of a large model one entry of each result in the last block and
+    outside the blocks, and one of each station elsewhere."""
     if not session.large:
         return {"stored": BY_HAND}
-    return {"stored": 1, "inner": station.block in (None, session.model.config.n_blocks - 1)}
+    return {"stored": 1, "every": station.block in (None, session.model.config.n_blocks - 1)}
 
 
 def _proofs(session: Session, sentence: TracedSentence, watch: Watch) -> dict[str, Any]:

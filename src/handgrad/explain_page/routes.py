@@ -29,7 +29,7 @@ from .proofs.prover import Prover
 from .session.objectives import Wanted, objective_of, token_id
 from .session.session import Session, TracedSentence
 from .stations.table import Station
-from .views import attention, attribution, compare, lens, neurons, overview, station, swaps, values, what_if
+from .views import attention, attribution, compare, lens, neurons, overview, patching, station, swaps, values, what_if
 from .views.predictions import predict
 from .views.step import take_step
 from .views.values import Indices, Range
@@ -192,6 +192,8 @@ ROUTES = {
         Route("effects", what_if.effects),
         Route("what-if", what_if.what_if_at),
         Route("compare", compare.compare_at),
+        Route("patch-map", patching.patch_map_at),
+        Route("patch", patching.patch_at),
         Route("step", _step, post=True, trims=True),
         Route("proof", _proof, beside=True),
         Route("proofs", _proofs, beside=True),

@@ -2,7 +2,7 @@
 // “By hand”: an entry of what a station computes, with the row and the column that it comes from, and all products. The reader is
 // asked for the sum, its sign or the shape, and is told which kind of mistake a wrong answer is.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { judgeShape, judgeSign, judgeSum, typedNumber } from "./by_hand_check.js";
 import { count, number, quote, shapeOf, signed, visible } from "./format.js";
 import { entryOf, headingOf, operandsOf, unpack } from "./hand_terms.js";
@@ -100,7 +100,7 @@ function cellOf(result, { name, row, column, head }) {
   const given = name === result.name && row !== null && column !== null;
   if (!given) return result.cells[0];
   const stored = result.cells.find((c) => c.row === row && c.column === column && c.head === head);
-  return stored ?? (offline ? result.cells[0] : { row, column, head: result.heads === null ? null : (head ?? 0), terms: null });
+  return stored ?? (!has("follow") ? result.cells[0] : { row, column, head: result.heads === null ? null : (head ?? 0), terms: null });
 }
 
 /** The terms: those that the page has, or those that the server computes. */
@@ -139,13 +139,13 @@ function entryChips(result, cell, state, choose) {
   return h(
     "div.walk.hand-entries",
     chips({ label: "Entries to compute", items, chosen, choose: (i) => choose({ name: result.name, ...result.cells[i] }), class: "walk" }),
-    result.heads !== null && !offline
+    result.heads !== null && has("follow")
       ? select({ "aria-label": "Head", id: "hand-head", value: cell.head }, heads(result.heads), (head) =>
           choose({ name: result.name, ...cell, head: Number(head) }),
         )
       : null,
     soft(
-      offline
+      !has("follow")
         ? "This file has the terms of these entries; handgrad explain has those of every entry."
         : "Or choose any entry in the matrix of the result.",
     ),
@@ -159,7 +159,7 @@ function matrices(result, cell, entry, { hidden, choose }, state, actions) {
   const operands = operandsOf(entry),
     shown = operands.slice(0, MOST_OPERANDS);
   const figures = shown.map((operand) => figure(operand, entry.shapes[operand.name], null, state, actions));
-  const chosen = offline ? null : (row, column) => choose({ name: result.name, row, column, head: cell.head });
+  const chosen = !has("follow") ? null : (row, column) => choose({ name: result.name, row, column, head: cell.head });
   const target = { ...result, ...cell };
   return [
     h(
@@ -211,7 +211,7 @@ function figure({ name, symbol, head, row, column }, shape, target, state, actio
 
 /** The colors of a matrix: from the server, or from the stations that the file has; null while they are not there. */
 function pictureOf(name, head, state, actions) {
-  if (!offline) {
+  if (has("slice")) {
     const found = later(state, actions, "slice", { name, ...(head === null ? {} : { head }) });
     return found?.data ?? null;
   }

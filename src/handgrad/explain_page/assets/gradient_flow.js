@@ -122,6 +122,7 @@ function picture(state, actions) {
     picture: drawn.picture,
     rowLabels: rows.map((row) => shortLabel(name(row)).replace(unfolded === "all" ? "" : "Δ₉=", "")),
     columnLabels: labels,
+    links: { rows: [], columns: [{ prefix: "token-", size: 1 }], also: [] },
     nameRow: (i) => name(rows[i]),
     nameColumn: positioned(labels),
     caption: CAPTIONS[mode](rows, labels),

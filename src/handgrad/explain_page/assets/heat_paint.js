@@ -24,10 +24,14 @@ export function pixelsOf(picture, kind) {
 /** The rows that are marked, as rectangles: the selected row, the cell under the cursor, the columns being dragged over.
  * @param {Picture} picture
  * @param {Layout} at
- * @param {{ selected: number, cursor: number[] | null, drag: number[] | null }} marks */
-function marksAt(picture, at, { selected, cursor, drag }) {
+ * @param {{ selected: number, cursor: number[] | null, drag: number[] | null, lit: { rows: number[][], columns: number[][] } }} marks */
+function marksAt(picture, at, { selected, cursor, drag, lit }) {
   const [rows, columns] = picture.cells;
   const found = [];
+  for (const [from, to] of lit.rows)
+    found.push({ x: at.left - 1, y: at.top + from * at.ch - 1, w: columns * at.cw + 2, h: (to - from) * at.ch + 2, thick: 2, lit: true });
+  for (const [from, to] of lit.columns)
+    found.push({ x: at.left + from * at.cw - 1, y: at.top - 1, w: (to - from) * at.cw + 2, h: rows * at.ch + 2, thick: 2, lit: true });
   if (selected >= 0 && selected < rows)
     found.push({
       x: at.left - 0.5,
@@ -58,7 +62,7 @@ export function paintCanvas(canvas, pixels, picture, at, labels, marks, ratio = 
   Object.assign(canvas, { width: at.wide * ratio, height: at.high * ratio });
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   const style = getComputedStyle(document.documentElement);
-  const [ink, soft, line] = ["--ink", "--soft", "--line"].map((name) => style.getPropertyValue(name));
+  const [ink, soft, line, focus] = ["--ink", "--soft", "--line", "--focus"].map((name) => style.getPropertyValue(name));
   context.scale(ratio, ratio);
   context.imageSmoothingEnabled = false;
   context.drawImage(pixels, at.left, at.top, columns * at.cw, rows * at.ch);
@@ -76,8 +80,8 @@ export function paintCanvas(canvas, pixels, picture, at, labels, marks, ratio = 
   }
   context.strokeStyle = line;
   context.strokeRect(at.left - 0.5, at.top - 0.5, columns * at.cw + 1, rows * at.ch + 1);
-  context.strokeStyle = ink;
-  for (const { x, y, w, h, thick } of marksAt(picture, at, marks)) {
+  for (const { x, y, w, h, thick, lit } of marksAt(picture, at, marks)) {
+    context.strokeStyle = lit ? focus : ink;
     context.lineWidth = thick;
     context.strokeRect(x, y, w, h);
   }

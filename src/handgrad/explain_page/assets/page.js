@@ -2,7 +2,7 @@
 // Starts the page and draws it: loads what the current view needs, and redraws what an action changes.
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
-import { get, offline, post, RequestError } from "./api.js";
+import { get, has, post, storedSteps } from "./api.js";
 import { showBetter } from "./better.js";
 import { count, number, quote } from "./format.js";
 import { redrawHeatmaps } from "./heatmap.js";
@@ -10,18 +10,20 @@ import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { button } from "./parts.js";
+import { drawPlay, play } from "./play.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
+import { RequestError } from "./request_error.js";
 import { shareMenu } from "./share.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
+import { withStory } from "./story_band.js";
 import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { scrollToToken, tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
-import { listenToSymbols } from "./symbols.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
@@ -48,16 +50,20 @@ function redraw() {
   render(find("target"), targetBar(state, actions));
   render(find("share"), [shareMenu(state)]);
   drawMap(find("map"), state, actions);
+  drawPlay(state, actions);
   const view = currentView(),
     panel = find(`view-${view.id}`);
   if (loaded.key === keyOf()) {
-    const content = loaded.problem ? failed(view) : view.draw(state, loaded.data, actions);
-    render(panel, content.filter(Boolean));
+    render(panel, (loaded.problem ? failed(view) : contentOf(view)).filter(Boolean));
     if (loaded.problem) delete panel.dataset.station;
     else Object.assign(panel.dataset, { station: state.station, sentence: state.overview.id });
   }
   restoreFocus();
 }
+
+/** A view with its sentence of the story. @param {any} view */
+const contentOf = (view) =>
+  withStory(view.draw(state, loaded.data, actions), view.id, VIEWS.map(({ id }) => id), state, loaded.data, actions);
 
 /** @param {any} view */
 const failed = (view) => [
@@ -68,13 +74,13 @@ const failed = (view) => [
 
 // In an exported file only the step view shows new weights; the stations show the original ones.
 function drawHeader() {
-  const last = offline && state.view === "step" ? lastStep() : null;
+  const last = storedSteps && state.view === "step" ? lastStep() : null;
   const loss = last ? last.measured : state.overview.loss,
     steps = last ? last.steps : state.overview.steps;
   find("loss").textContent = number(loss, 4);
   find("loss").dataset.value = loss;
   find("steps-taken").textContent = steps ? ` after ${count(steps, "step")}` : "";
-  find("reset-weights").hidden = !steps || offline;
+  find("reset-weights").hidden = !steps || !has("sentence");
 }
 
 /** Load what the view needs, then draw it. @param {{ push?: boolean }} options */
@@ -127,9 +133,7 @@ function readAddress(hash = location.hash) {
   Object.assign(state, {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
-    objective: here.objective,
-    exercise: here.exercise,
-    hand: here.hand,
+    objective: here.objective, exercise: here.exercise, hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
   state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
@@ -141,7 +145,7 @@ function readAddress(hash = location.hash) {
 
 /** @param {boolean} push */
 function writeAddress(push) {
-  const text = !offline && state.overview.text !== state.table.text ? state.overview.text : null;
+  const text = has("sentence") && state.overview.text !== state.table.text ? state.overview.text : null;
   const token = !state.objective && state.token === firstToken(state.overview) ? null : state.token;
   const hash = formatAddress({ ...state, token, text });
   if (hash === location.hash) return;
@@ -200,7 +204,7 @@ async function computeTrace(text, { push = false, fresh = false, version = weigh
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (offline ? get("overview") : post("sentence", body)), push, fresh);
+    await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview")), push, fresh);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -233,6 +237,8 @@ const actions = {
   traced: () => tracing,
   show,
   preview,
+
+  play: () => play(state, actions),
 
   /** Open a view. @param {string} view */
   open(view) {
@@ -285,7 +291,7 @@ const actions = {
    * @param {number} column
    * @param {number | null} head */
   async follow(name, row, column, head) {
-    if (offline) return actions.select({ token: row });
+    if (!has("follow")) return actions.select({ token: row });
     const symbol = /** @type {string} */ (name.split(".").at(-1)).replace("grad_", "∂").replace("delta_", "Δ_");
     state.followed = [{ name, row, column, head, label: `${symbol} [${row}, ${column}]` }];
     await show({ push: false });
@@ -314,8 +320,8 @@ const actions = {
   /** From the story: to the loss, with the error of one position. @param {number} position */
   async followError(position) {
     Object.assign(state, { view: "station", station: "loss", direction: "backward", token: position });
-    if (offline) await show();
-    else await actions.explainWord(position);
+    if (has("sentence")) await actions.explainWord(position);
+    else await show();
   },
 
   /** Explain the loss of one word of the sentence in the box. @param {number} position */
@@ -352,7 +358,6 @@ async function start() {
     setStatus(/** @type {Error} */ (reason).message, true);
     return;
   }
-  listenToSymbols(state.table.symbols);
   const t = state.table,
     address = location.hash;
   document.title = `${t.name} · handgrad explain`;
@@ -366,10 +371,10 @@ async function start() {
     ),
   );
   const wanted = readAddress(address);
-  const text = (offline ? null : wanted.text) ?? t.text;
+  const text = (has("sentence") ? wanted.text : null) ?? t.text;
   find("sentence").value = text;
-  find("sentence").readOnly = offline;
-  if (offline) find("sentence-form").querySelector("button").hidden = true;
+  find("sentence").readOnly = !has("sentence");
+  if (!has("sentence")) find("sentence-form").querySelector("button").hidden = true;
   fitSentence();
   listen(state, actions, { readAddress, setTheme, tour: () => startTour(find("tour"), state, visit) });
   let problem = await trace(text, { fresh: wanted.fresh });

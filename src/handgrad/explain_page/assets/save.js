@@ -1,7 +1,7 @@
 // @ts-check
 // “Save” on every picture: as PNG, SVG or CSV, or the line of Python that makes its data.
 
-import { get, offline } from "./api.js";
+import { get, has } from "./api.js";
 import { csvText } from "./csv.js";
 import { elementSvg } from "./element_svg.js";
 import { button } from "./parts.js";
@@ -32,7 +32,7 @@ export function saveMenu(about) {
     python ? lines(python) : null,
     item("PNG", async (figure) => download(`${file}.png`, await pngOf(figure))),
     item("SVG", async (figure) => download(`${file}.svg`, address(svgOf(figure), "image/svg+xml"))),
-    values || (name && !offline)
+    values || (name && has("matrix"))
       ? item("CSV", async () => download(`${file}.csv`, address(await csvOf(about), "text/csv")))
       : null,
   ]);

@@ -1,7 +1,7 @@
 // @ts-check
 // One station: heading, formulas, proof, matrices, parameters and code.
 
-import { has, offline } from "./api.js";
+import { has } from "./api.js";
 import { attentionCard } from "./attention.js";
 import { handCard } from "./by_hand.js";
 import { exerciseButtons } from "./exercises.js";
@@ -24,7 +24,7 @@ function stationOf(state) {
   return { ...station, ...station.by_objective[state.overview.objective.kind] };
 }
 
-const chooses = offline ? "selects the token" : "follows this number"; // what a click on a matrix does
+const chooses = has("follow") ? "follows this number" : "selects the token"; // what a click on a matrix does
 
 /** @param {any} cell */
 const requestOf = ({ name, row, column, head }) => ({ name, row, column, ...(head === null ? {} : { head }) });
@@ -33,7 +33,7 @@ export const stationView = {
   id: "station",
   title: "Station",
 
-  /** What the view asks the server for. @param {any} state */
+  /** What the view asks for. @param {any} state */
   needs(state) {
     const station = stationOf(state);
     const more = (/** @type {string} */ request) => station.more.includes(request);
@@ -41,8 +41,8 @@ export const stationView = {
       view: ["station", { station: station.id }],
       ...(more("head") ? { head: ["head", { block: station.block, head: state.head }] } : {}),
       ...(more("lens") ? { lens: ["lens", { station: station.id }] } : {}),
-      ...(more("swaps") && !offline ? { swaps: ["swaps", { position: state.token }] } : {}),
-      ...(more("neurons") && has(`neurons?block=${station.block}`)
+      ...(more("swaps") && has("swaps", { position: state.token }) ? { swaps: ["swaps", { position: state.token }] } : {}),
+      ...(more("neurons") && has("neurons", { block: station.block })
         ? { neurons: ["neurons", { block: station.block }] }
         : {}),
       ...(state.followed.length ? { followed: ["follow", requestOf(state.followed.at(-1))] } : {}),
@@ -58,7 +58,7 @@ export const stationView = {
       h("p.summary", { key: "summary" }, station.summary),
       formulas(station, state, view),
       symbolRow(station),
-      proofCard(state.proof),
+      proofCard(state.proof, state.table.torch),
       station.id === "a_0" ? swapTable(view, swaps, state) : null,
       station.id === "loss" ? lossCard(view, state, actions) : null,
       head ? attentionCard(head, state, actions, labels) : null,
@@ -195,7 +195,7 @@ function parameters(view, state, actions) {
             nameColumn: numbered("column"),
             ...vocabularyOf(p),
             python: p.python,
-            ...(offline ? {} : { choose: (row, column) => actions.follow(p.name, row, column, null), chooses }),
+            ...(has("follow") ? { choose: (row, column) => actions.follow(p.name, row, column, null), chooses } : {}),
           })
         : null,
     );

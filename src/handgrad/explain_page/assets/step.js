@@ -1,12 +1,16 @@
 // @ts-check
 // The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how predictions change.
 
-import { embeddedSteps, offline, post } from "./api.js";
+import { aboutGoal, diverges, goalOf, LIMIT, standingOf } from "./after_steps.js";
+import { has, post, storedSteps } from "./api.js";
+import { elsewhereCard, measureElsewhere } from "./elsewhere.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { button, caption, figureCell, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { plotOf, sentenceOf } from "./step_plot.js";
+import { said, wordOf } from "./storyline.js";
 
 let steps = []; // answers of the server, { id, loss, predicted, measured, moves }, with learning rate and optimizer
 let moves = []; // probability of each target before the first step and after the last
@@ -14,7 +18,9 @@ let moves = []; // probability of each target before the first step and after th
 let rate = NaN; // log10 of the learning rate that is shown
 let touched = false; // whether the reader chose it
 let optimizer = "SGD";
-let running = ""; // "waits" for a trace, "one" or "many" while steps are taken, "ends" until the page has the new weights
+let running = ""; // "waits" for a trace, "one", "many" or "until" for steps, "ends" until the page has the new weights
+/** @type {{ goal: any, standing: any, end: any } | null} */
+let until = null; // the word that shall be the first choice, and where it stands
 let problem = "";
 let runId = 0; // answers that belong to an older run are ignored
 
@@ -25,6 +31,7 @@ export function discardSteps() {
   steps = [];
   moves = [];
   running = "";
+  until = null;
   runId++;
 }
 
@@ -52,6 +59,7 @@ export const stepView = {
         : h("p.soft", { key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
       steps.length ? curve(objective) : null,
       moves.length ? changes() : null,
+      overview.steps && has("predict") ? elsewhereCard(state, goalOf(state, wordOf(state).position), actions) : null,
     ];
   },
 };
@@ -73,22 +81,29 @@ const about = (model, name) =>
 const firstRate = ({ large }, name) => (name === "Adam" ? (large ? -5 : -3) : large ? -3 : -2);
 
 /** What a step of a large model is doing, which takes seconds. */
-const WORK = { one: "Computing the step…", many: "Computing the steps…", ends: "Computing a trace with the new weights…" };
+const STEPS = "Computing the steps…";
+const WORK = { one: "Computing the step…", many: STEPS, until: STEPS, ends: "Computing a trace with the new weights…" };
 
 function controls(state, actions) {
   if (!touched) rate = firstRate(state.table, optimizer);
-  const rates = offline ? Object.keys(embeddedSteps()) : null;
+  const rates = storedSteps && Object.keys(storedSteps);
   if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
-  const prepared = offline ? embeddedSteps()[rateKey(rate)] : null;
+  const prepared = storedSteps && storedSteps[rateKey(rate)];
   const left = prepared ? prepared.filter((step) => !step.error).length - steps.length : 20;
   const setRate = (event) => {
     touched = true;
     rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
-    if (offline) discardSteps();
+    if (storedSteps) discardSteps();
     actions.redraw();
   };
-  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !offline && WORK[running];
-  const can = { one: !running && left > 0, many: (!running || running === "many") && left > 0, reset: !running };
+  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !storedSteps && WORK[running];
+  const can = {
+    one: !running && left > 0,
+    many: (!running || running === "many") && left > 0,
+    until: !running || running === "until",
+    reset: !running,
+  };
+  const goal = goalOf(state, wordOf(state).position);
   const choose = (name) => {
     optimizer = name;
     actions.redraw();
@@ -121,7 +136,7 @@ function controls(state, actions) {
     h(
       "div.field",
       h("label", { for: "optimizer" }, "optimizer"),
-      select({ id: "optimizer", disabled: offline, value: optimizer }, Object.entries(state.table.optimizers), choose),
+      select({ id: "optimizer", disabled: Boolean(storedSteps), value: optimizer }, Object.entries(state.table.optimizers), choose),
     ),
     h(
       "div.walk",
@@ -133,9 +148,25 @@ function controls(state, actions) {
         () => take(left, prepared, state, actions),
         running === "many" ? "stop" : `run ${left || ""}`.trim(),
       ),
+      storedSteps
+        ? null
+        : control(
+            "step-until",
+            null,
+            can.until,
+            () => take(LIMIT, null, state, actions, goal),
+            running === "until" ? "stop" : `take steps until it says ${said(goal.word)}`,
+          ),
       control("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
     ),
     problem ? h("p.problem", { role: "alert" }, problem) : null,
+    until?.standing
+      ? h(
+          "p",
+          { role: "status", key: "until", id: "until", "data-steps": until.standing.steps, "data-end": until.end },
+          aboutGoal(until.goal, until.standing, until.end, steps[0]?.loss ?? NaN),
+        )
+      : null,
     work ? h("p.soft", { role: "status", key: "work" }, work) : null,
     left || !prepared
       ? null
@@ -147,7 +178,9 @@ function controls(state, actions) {
   );
 }
 
-async function take(number_, prepared, state, actions) {
+/** Take steps, at most this many; with a goal, until that word is the first choice or the steps diverge.
+ * @param {number} number_ @param {any} prepared @param {any} state @param {any} actions @param {any} goal */
+async function take(number_, prepared, state, actions, goal = null) {
   if (running) {
     running = ""; // ends the loop below
     return;
@@ -163,33 +196,52 @@ async function take(number_, prepared, state, actions) {
     problem = "No step was taken, because the trace failed.";
     return actions.redraw();
   }
-  running = number_ > 1 ? "many" : "one";
+  running = goal ? "until" : number_ > 1 ? "many" : "one";
+  until = goal && { goal, standing: null, end: "running" };
+  const before = state.overview.steps;
   const one = () =>
     prepared
       ? prepared[steps.length]
       : post("step", { id: lastStep()?.id ?? state.overview.id, lr: 10 ** rate, optimizer });
   actions.redraw();
   try {
-    for (let i = 0; i < number_ && running; i++) {
+    if (goal) await look(lastStep()?.version ?? state.overview.version, before, state, actions, mine);
+    for (let i = 0; i < number_ && running && !ended(); i++) {
       const taken = await actions.busy(Promise.resolve(one()));
       if (mine !== runId) return; // another sentence was entered meanwhile
       moves = taken.moves.map((m, t) => ({ ...m, before: steps.length ? moves[t].before : m.before }));
       steps.push({ ...taken, lr: Number((10 ** rate).toPrecision(6)), optimizer });
+      if (goal) await look(taken.version, taken.steps, state, actions, mine);
+      if (mine !== runId) return;
       actions.redraw();
     }
   } catch (reason) {
     if (mine !== runId) return;
     problem = reason.message;
+    if (until) until.end = "stopped";
   }
+  if (until?.end === "running") until.end = running ? "limit" : "stopped";
   running = "ends";
   try {
-    if (!offline && steps.length) await actions.showSentence(lastStep().id);
+    if (!storedSteps && steps.length) await actions.showSentence(lastStep().id);
   } catch (reason) {
     if (mine === runId) problem = reason.message;
   }
   if (mine !== runId) return;
   running = "";
   actions.redraw();
+  if (until?.end === "reached" && state.overview.steps) await measureElsewhere(state, actions);
+}
+
+const ended = () => until !== null && until.end !== "running";
+
+/** See where the word stands with these weights. */
+async function look(version, taken, state, actions, mine) {
+  const found = await actions.busy(post("predict", { text: state.overview.text, version }));
+  if (mine !== runId || !until) return;
+  until.standing = standingOf(until.goal, found, taken);
+  if (until.standing.first.id === until.goal.id) until.end = "reached";
+  else if (diverges(steps)) until.end = "diverges";
 }
 
 function outcome(last, name) {
@@ -277,7 +329,7 @@ function curve(objective) {
 function changes() {
   const rows = moves.map((m, t) =>
     tr(
-      { key: t },
+      { key: t, "data-link": tokenLink(t) },
       visible(m.token),
       h("b", visible(m.target)),
       h(

@@ -3,6 +3,7 @@
 
 import { color, css, filled } from "./colors.js";
 import { number, quote, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { chips } from "./parts.js";
 import { h } from "./render.js";
 
@@ -31,7 +32,7 @@ export function tokenStrip(state, actions) {
       content: visible(token.label),
       label: `token ${i + 1}: ${quote(token.label)}, ${text}`,
       title: text,
-      data: { "data-token": i },
+      data: { "data-token": i, "data-link": tokenLink(i) },
       style: surprise === null ? null : filled("size", 0.6 * (surprise / most)),
     };
   });

@@ -1,5 +1,5 @@
 // @ts-check
-// The views of the page, in the order of their tabs.
+// The views of the page, in the order of their tabs: the prologue, then the order of the story.
 
 import { attributionView } from "./attribution.js";
 import { compareView } from "./compare.js";
@@ -14,15 +14,15 @@ import { whatIfView } from "./what_if.js";
 
 /** @type {any[]} */
 const ALL = [
-  storyView,
   prologueView,
+  storyView,
   stationView,
+  attributionView,
   flowView,
   headsView,
-  attributionView,
   whatIfView,
-  compareView,
   stepView,
+  compareView,
   exercisesView,
 ];
 

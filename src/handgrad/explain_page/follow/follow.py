@@ -47,7 +47,7 @@ def _shown(
     starts = [0]
     for s in sums:
         starts.append(starts[-1] + len(s.values()))
-    order = every.abs().argsort(descending=True).tolist()
+    order = every.abs().argsort(descending=True, stable=True).tolist()
     listed = order if len(order) <= ALL else order[:SHOWN]
     terms: list[Term] = []
     for i in listed:

@@ -14,7 +14,7 @@ from ...model.steps import signal
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
-from . import mixture
+from . import mixture, norms
 from .forward import Answer, masked
 from .tensors import Cell, Tensors, delta_of, split, wide
 from .terms import Factor, Sum, column, number, one, row, taps
@@ -30,7 +30,7 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
     if last.startswith("g_"):
         return _adapter_signal(t, here, last.removeprefix("g_"), cell.row, cell.column)
     if last.startswith(("G_", "mean_G")):
-        return _inside_norm(t, here, last, cell.row, cell.column)
+        return norms.inside(t, here, last, cell.row, cell.column)
     readers = t.network.readers(f"{here}a_{last.removeprefix('delta_')}")
     if last in ("delta_z", "delta_conv"):
         return _inside_convolution(t, here, last, cell.row, cell.column)
@@ -54,20 +54,6 @@ def _embedding(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Ce
 
 def _next(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     return "Δ of the next block's input", [Sum((one(t, step.signals[0], cell.row, cell.column),))]
-
-
-def _norm(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
-    """[G − mean(G) − ā ∘ mean(G ∘ ā)]/σ; an RMSNorm has no mean(G)"""
-    (n, _), here, i, j = step.norm(), step.here, cell.row, cell.column
-    centered = f"{here}sigma_{n}" in t.trace
-    spread = Cell(f"{here}{'sigma' if centered else 'rms'}_{n}", i, 0)
-    inverse = number(1 / t.value(spread), "1/σ" if centered else "1/rms", lambda k: spread)
-    along = one(t, f"{here}mean_Ga_{n}", i, 0)
-    sums = [Sum((one(t, f"{here}G_{n}", i, j), inverse)), Sum((one(t, f"{here}a_bar_{n}", i, j), along, inverse), -1)]
-    if centered:
-        sums.insert(1, Sum((one(t, f"{here}mean_G_{n}", i, 0), inverse), -1))
-    which = "last " if step.block is None else ""
-    return f"Δ through the {which}norm", sums
 
 
 def _attention(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -164,7 +150,7 @@ def _slope_of_logit(t: Tensors, i: int, j: int) -> tuple[tuple[Factor, ...], str
 
 
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
-    "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
+    "embedding": _embedding, "next": _next, "norm": norms.sent, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
     "router": mixture.sent_by_router, "experts": mixture.sent_by_experts, "mixture": mixture.sent_by_mixture,
@@ -172,26 +158,6 @@ RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]]
 
 
 # ── inside a step ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _derivative(norm: Norm, a: Tensor) -> Tensor:
-    """(d, d): entry k, j is ∂ output_k / ∂ input_j of a norm at the row a: its backward pass of every unit vector"""
-    d, layer = len(a), wide(norm)
-    saved = layer.forward(a.expand(d, d).contiguous())[1]
-    return layer.backward(torch.eye(d, dtype=torch.float64), layer.rebuild_output(saved)[0], saved)
-
-
-def _inside_norm(t: Tensors, here: str, last: str, i: int, j: int) -> Answer:
-    """G = Δ diag(w), or a mean of its rows"""
-    n = last.rpartition("_")[2]
-    name, (step, _) = f"{here}G_{n}", t.network.holder(here, n) or (None, "")
-    assert step is not None
-    if not last.startswith("G_"):
-        also = () if last.startswith("mean_G_") else (row(t, f"{here}a_bar_{n}", i),)
-        return "the mean of the row", [Sum((row(t, name, i), *also), 1 / t[name].shape[1])]
-    layer, sent = step.norm()[1], one(t, step.signals[0], i, j)
-    sums = [Sum((sent, one(t, f"{here}w_{n}", 0, j)))] + ([Sum((sent,), layer.offset)] if layer.offset else [])
-    return "Δ of the output times the gain", sums
 
 
 def _of_head(name: str, w: Tensor, j: int, h: int, width: int) -> Factor:
@@ -247,9 +213,9 @@ def _before(t: Tensors, norm: Norm | None, before: str, after: str, cell: Cell) 
     if norm is not None:
         heads, width = len(t[before]), t[before].shape[2]
         if len(norm.weight) == width:
-            through = number(_derivative(norm, t[before][h, i].double())[:, j], "norm′")
+            through = number(norms.derivative(norm, t[before][h, i].double())[:, j], "norm′")
             return "Δ through the norm", [Sum((row(t, after, i, h), through))]
-        slopes = _derivative(norm, t[before][:, i].double().flatten())[:, h * width + j].view(heads, width)
+        slopes = norms.derivative(norm, t[before][:, i].double().flatten())[:, h * width + j].view(heads, width)
         return "Δ of all heads through their norm", [
             Sum((row(t, after, i, x), number(slopes[x], "norm′"))) for x in range(heads)
         ]

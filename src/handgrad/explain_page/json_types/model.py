@@ -70,6 +70,7 @@ class Table(TypedDict):
     optimizers: dict[str, str]
     lora: bool
     large: bool
+    torch: bool  # whether it is there: its gradients are compared with ours
     errata: dict[str, str]
     code: dict[str, str]
     stations: list[StationEntry]

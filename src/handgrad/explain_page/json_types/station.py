@@ -146,6 +146,7 @@ class HeadBranches(TypedDict):
 
 
 class HeadSummary(TypedDict):
+    length: float  # of its output
     incoming: float
     own: float
     first: float

@@ -16,19 +16,23 @@ from ..session.session import Session, TracedSentence
 from ..stations.network import NetworkStep
 from ..stations.table import Station
 
+SMALL = 1e-4  # of the largest: not worth computing
 FEW = 2  # the first rows of attention see too little to be an exercise
 
 
 def by_hand(
-    session: Session, sentence: TracedSentence, t: Tensors, station: Station, stored: int = 0, inner: bool = True
+    session: Session, sentence: TracedSentence, t: Tensors, station: Station, stored: int = 0, every: bool = True
 ) -> list[HandResult]:
-    """The results of a station, with what it computes on the way if `inner`. Without `stored` the terms are asked of
-    `follow`, else each result has that many entries, with their terms."""
+    """Every result of a station, or one of them: its first gradient, else what it sends back. Without `stored` the terms are
+    asked of `follow`, else each result has that many entries, with their terms."""
     found: list[HandResult] = []
-    for way, name in _results(session, sentence, station, inner):
+    results = [*_results(session, sentence, station)]
+    if not every:
+        results = next(([x] for x in results if x[0] == "gradient"), results[-1:])
+    for way, name in results:
         x = t[name]
         cells: list[HandCell] = []
-        for head, row, column in entries(x, name):
+        for head, row, column in entries(x):
             cell = Cell(name, row, column, head)
             terms = packed(t, terms_of(session, sentence, t, cell)) if len(cells) < stored else None
             cells.append({"row": row, "column": column, "head": head, "terms": terms})
@@ -40,16 +44,16 @@ def by_hand(
     return found
 
 
-def _results(session: Session, sentence: TracedSentence, station: Station, inner: bool) -> Iterator[tuple[Way, str]]:
+def _results(session: Session, sentence: TracedSentence, station: Station) -> Iterator[tuple[Way, str]]:
     """The names of what a station computes, in this order."""
     if station.kind == "tokens":
         yield "backward", "delta_0"
         return
     step = session.network.maker(station.a[0])
     assert step is not None
-    for name in (*(_before(step) if inner else ()), *step.outputs):
+    for name in (*_before(step), *step.outputs):
         yield "forward", name
-    for name in (*(_inside(step) if inner else ()), *(signal(x) for x in step.inputs if x != "a_0")):
+    for name in (*_inside(step), *(signal(x) for x in step.inputs if x != "a_0")):
         yield "backward", name
     for parameter in station.parameters:
         if sentence.trace.get(parameter.gradient) is not None:
@@ -77,9 +81,9 @@ def _inside(step: NetworkStep) -> list[str]:
     return [step.here + name for name in inner.get(step.kind, ())]
 
 
-def entries(x: Tensor, name: str) -> Iterator[tuple[int | None, int, int]]:
-    """Head, row and column of a few entries of a tensor, if they are not 0: that furthest from 0, that furthest with the
-    other sign, and that furthest in other rows and columns."""
+def entries(x: Tensor) -> Iterator[tuple[int | None, int, int]]:
+    """Head, row and column of a few entries of a tensor, if they are not nearly 0: that furthest from 0, that furthest with
+    the other sign, and that furthest in other rows and columns."""
     first = FEW if x.ndim == 3 and x.shape[1] > FEW else 0
     part = x[..., first:, :]
     head, row, column = _furthest(part)
@@ -91,11 +95,11 @@ def entries(x: Tensor, name: str) -> Iterator[tuple[int | None, int, int]]:
     rest = own.clone()
     rest[row], rest[:, column] = 0, 0
     _, i, j = _furthest(torch.where(own * best < 0, own, 0))
-    if own[i, j] * best < 0:
+    if own[i, j] * best < 0 and abs(own[i, j]) > SMALL * abs(best):
         yield head, i + first, j
         rest[i], rest[:, j] = 0, 0
     _, i, j = _furthest(rest)
-    if rest[i, j]:
+    if abs(rest[i, j]) > SMALL * abs(best):
         yield head, i + first, j
 
 

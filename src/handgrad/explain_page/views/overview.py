@@ -32,7 +32,7 @@ def table(session: Session) -> Table:
         "text": session.text, "unit": session.tokenizer.unit, "parameters": session.size, "trains": trains,
         "blocks": c.n_blocks, "heads": c.n_heads, "d": c.d_model, "hidden": c.hidden_width,
         "optimizers": OPTIMIZERS, "lora": trains < session.size,
-        "large": session.large, "errata": {id: ERRATA[id] for id in used},
+        "large": session.large, "torch": True, "errata": {id: ERRATA[id] for id in used},
         "code": {name: source(name) for name in functions},
         "stations": [_station_entry(session, station) for station in session.stations],
         "symbols": entries(),

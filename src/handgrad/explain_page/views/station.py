@@ -33,10 +33,10 @@ def at_station(
     *,
     limit: int = COLUMNS,
     stored: int = 0,
-    inner: bool = True,
+    every: bool = True,
 ) -> StationView:
     """Return the matrices, parameters and gradients of one station; pictures have at most `limit` columns, and of what can
-    be computed by hand `stored` entries have their terms, those of what is computed on the way only if `inner`."""
+    be computed by hand `stored` entries have their terms, of one result unless `every`."""
     view: StationView = {
         "id": station.id, "maps": [], "parameters": [], "frozen": [], "parameters_caption": "", "by_hand": [],
     }  # fmt: skip
@@ -59,7 +59,7 @@ def at_station(
     with session.model_at(sentence.version) as model, torch.no_grad():
         tensors = Tensors(model, sentence.trace, session.network)
         _add_parameters(view, session, model, sentence, station, limit)
-        view["by_hand"] = by_hand(session, sentence, tensors, station, stored, inner)
+        view["by_hand"] = by_hand(session, sentence, tensors, station, stored, every)
     return view
 
 
@@ -182,7 +182,8 @@ def positions(session: Session, sentence: TracedSentence, *, top: int = 5, bars:
     rows: list[LossPosition] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         row = position_of(session, log_chances(logits[t]), sentence.ids[t], target, top)
-        strongest = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.tolist()
+        best = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.sort().values
+        strongest = best[delta[t, best].abs().argsort(descending=True, stable=True)].tolist()  # equal ones by their ids
         rows.append({
             **row,
             "push": [

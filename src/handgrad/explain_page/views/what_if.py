@@ -156,11 +156,21 @@ def what_if_at(
 def what_if(session: Session, sentence: TracedSentence, place: Place) -> WhatIf:
     """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
     with session.model_at(sentence.version) as model:
-        (value, before), (measured, after) = (
+        (value, plain), (measured, zeroed) = (
             edited_forward(model, sentence.tokens, sentence.targets, edit, sentence.objective)
             for edit in ({}, {place.name: place.zeroed})
         )
     guess = predicted(sentence.trace, place)
+    moves = moves_of(session, sentence, plain["a_12"], zeroed["a_12"])
+    return {
+        "label": place.label, "name": place.name, "value": value, "predicted": guess, "measured": measured - value,
+        "moves": moves, "caption": _about(place, guess, measured - value),
+        "python": place.python(place.name, sentence.objective, "changed.loss - base.loss"),
+    }  # fmt: skip
+
+
+def moves_of(session: Session, sentence: TracedSentence, before: Tensor, after: Tensor) -> list[WhatIfMove]:
+    """What an edit does to the prediction at every position, from the logits without and with it."""
     moves: list[WhatIfMove] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         first, second = int(before[t].argmax()), int(after[t].argmax())
@@ -171,11 +181,7 @@ def what_if(session: Session, sentence: TracedSentence, place: Place) -> WhatIf:
             "before": was, "after": now,
             "first_before": session.token_text(first), "first_after": session.token_text(second),
         })  # fmt: skip
-    return {
-        "label": place.label, "name": place.name, "value": value, "predicted": guess, "measured": measured - value,
-        "moves": moves, "caption": _about(place, guess, measured - value),
-        "python": place.python(place.name, sentence.objective, "changed.loss - base.loss"),
-    }  # fmt: skip
+    return moves
 
 
 def _about(place: Place, guess: float, change: float) -> str:

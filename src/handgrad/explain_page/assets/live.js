@@ -1,0 +1,71 @@
+// @ts-check
+// Answers that this page computes itself: the model is in the file, and live/ computes in a worker, or in the page where the
+// browser allows no worker.
+
+import { RequestError } from "./request_error.js";
+
+const ROUTES = new Set([
+  "table", "learn", "predict", "token", "sentence", "overview", "station", "swaps", "head", "heads", "lens", "neurons",
+  "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "step", "proof", "proofs",
+]);
+
+/** @param {string} source  the program: it defines serveLive @param {string} data  what live_data.py has written */
+export function live(source, data) {
+  /** @type {Map<number, { done: (answer: any) => void, fail: (reason: Error) => void }>} */
+  const waiting = new Map();
+  let requests = 0;
+
+  const receive = (/** @type {any} */ { data: { number, text, error, known } }) => {
+    const { done, fail } = waiting.get(number) ?? {};
+    waiting.delete(number);
+    if (error === undefined) done?.(JSON.parse(text));
+    else fail?.(known ? new RequestError(error) : new Error(error));
+  };
+  const port = connect(source, data).then((found) => {
+    found.onmessage = receive;
+    return found;
+  });
+
+  /** @param {string} name @param {Record<string, any>} given @returns {Promise<any>} */
+  const ask = async (name, given) => {
+    if (!ROUTES.has(name)) throw new RequestError("This page has no server. Run handgrad explain for that.");
+    const to = await port;
+    return new Promise((done, fail) => {
+      waiting.set(++requests, { done, fail });
+      to.postMessage({ number: requests, name, given });
+    });
+  };
+  return {
+    /** @type {import("./api.js").Provider["has"]} */
+    has: (name) => ROUTES.has(name),
+    /** @type {import("./api.js").Provider["get"]} */
+    get: (name, id, parameters) => ask(name, { id, ...parameters }),
+    /** @type {import("./api.js").Provider["post"]} */
+    post: ask,
+  };
+}
+
+/** A port of the program, once it has read the model. @param {string} source @param {string} data @returns {Promise<any>} */
+function connect(source, data) {
+  const open = (/** @type {any} */ port) =>
+    new Promise((done, fail) => {
+      port.onmessage = () => done(port);
+      port.onerror = (/** @type {Event} */ event) => {
+        event.preventDefault();
+        fail(new Error("no worker"));
+      };
+      port.postMessage({ data });
+    });
+  const inPage = () => {
+    const { port1, port2 } = new MessageChannel();
+    // @ts-ignore: defined by the source, which is a script of the page too
+    globalThis.serveLive(port2);
+    return open(port1);
+  };
+  try {
+    const address = URL.createObjectURL(new Blob([source, "\nserveLive(self);"], { type: "text/javascript" }));
+    return open(new Worker(address)).catch(inPage);
+  } catch {
+    return inPage();
+  }
+}
