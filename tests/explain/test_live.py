@@ -28,7 +28,20 @@ from handgrad.explain_page.views.overview import table
 from handgrad.text import tokenizer
 
 EXACT, SINGLE = 1e-9, 1e-5  # relative differences from Python in float64, which the browser computes in, and in float32
-MAIN = ("overview", "station", "head", "heads", "lens", "effects", "follow", "compare", "slice", "value", "swaps")
+MAIN = (
+    "overview",
+    "flow",
+    "station",
+    "head",
+    "heads",
+    "lens",
+    "effects",
+    "follow",
+    "compare",
+    "slice",
+    "value",
+    "swaps",
+)
 KEYS = "each column of Δ_k sums to 0, so "  # why ∂b_k, which nothing computes here, is 0
 CHARACTERS = tokenizer.make("chars", ["to be, or not?\nTO BE"])
 SHAPES: dict[str, dict[str, Any]] = {

@@ -138,7 +138,7 @@ def test_bars_are_as_long_as_their_numbers(open_page: Open, session: Session) ->
 
 def test_the_flow_speaks_of_the_rows_that_it_shows(open_page: Open, session: Session) -> None:
     page = open_page("#/flow")
-    rows = overview_view.overview(session, session.sentence(TEXT))["flow"]["rows"]
+    rows = overview_view.flow(session, session.sentence(TEXT))["rows"]
     ends = [row for row in rows if not row["station"].startswith("blocks") or row["station"].endswith("a_10")]
     for choice, chosen in (("all", rows), ("none", ends)):
         page.select_option("#flow-rows", choice)

@@ -17,17 +17,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import HandgradError, MissingError, shown
-from ..families import HEADS, full_name
+from ..families import HEADS, Family, full_name
 from ..files import manifest
 from ..files.atomic import write_folder
 from ..files.reading import read_json
 from ..files.tensors import read_tensors
 from ..gguf.file import is_gguf
+from ..model.config import ModelConfig
 from ..model.gpt import GPT
+from . import experts
 from .config import LoRAConfig
-from .experts import split_by_expert
 from .injection import adapters_of, apply, biases_of, layers_of, modules_to_save
-from .patterns import is_inside, matches, prepare_matches
+from .patterns import is_inside, matches, prepare_matches, shortest
 
 T = TypeVar("T")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -55,31 +56,45 @@ def save(model: GPT, path: str | Path) -> None:
     write_folder(folder, fill)
 
 
+def check(model: GPT) -> None:
+    """Raise if PEFT cannot hold the adapters of the model."""
+    experts.check(model.config, adapters_of(model))
+
+
 def write(model: GPT, folder: Path) -> None:
     """Write both files into a new folder."""
+    assert model.adapter is not None
+    check(model)
     tensors: dict[str, Tensor] = {}
     adapters = adapters_of(model)
-    for name, adapter in adapters.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.down.t()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = adapter.up.t()
+    stacks = experts.stack(model.config, adapters)
+    stacked = {layer for one in stacks for own in one.layers for layer in own}
+    for name in (name for name in adapters if name not in stacked):
+        adapter = adapters[name]
+        tensors[f"{name}.lora_A.weight"] = adapter.down.t()
+        tensors[f"{name}.lora_B.weight"] = adapter.up.t()
         if adapter.magnitude is not None:
-            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = adapter.magnitude
+            tensors[f"{name}.lora_magnitude_vector"] = adapter.magnitude
+    for one, name in experts.module_names(stacks).items():
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = stacks[one].a, stacks[one].b
     for name, module in modules_to_save(model).items():
         for kind, p in module.named_parameters(recurse=False):
-            tensors[f"{PREFIX}{name}.{kind}"] = p
+            tensors[f"{name}.{kind}"] = p
     for name, p in biases_of(model, model.adapter.bias, adapters).items():
         layer = _layer(name)
         inside = layer in adapters and layer not in modules_to_save(model)
-        tensors[f"{PREFIX}{layer}{'.base_layer' if inside else ''}.bias"] = p
-    ready = {name: t.detach().contiguous() for name, t in tensors.items()}
+        tensors[f"{layer}{'.base_layer' if inside else ''}.bias"] = p
+    table = model.config.table
+    ready = {PREFIX + table.as_in_memory(name): t.detach().contiguous() for name, t in tensors.items()}
     save_file(ready, folder / TENSORS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(_peft_config(model), indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(_peft_config(model, stacks), indent=2) + "\n", encoding="utf-8")
 
 
-def _peft_config(model: GPT) -> dict[str, object]:
+def _peft_config(model: GPT, stacks: dict[experts.Stack, experts.Stacked]) -> dict[str, object]:
     config: LoRAConfig = model.adapter
-    names = list(adapters_of(model))
-    return {
+    table, adapters = model.config.table, adapters_of(model)
+    modules = [table.as_in_memory(x) for x in adapters if experts.parameter_of(model.config, x) is None]
+    found: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.source or None,
@@ -87,16 +102,44 @@ def _peft_config(model: GPT) -> dict[str, object]:
         "r": config.rank,
         "lora_alpha": _as_int(config.alpha or config.rank),
         "lora_dropout": config.dropout,
-        "target_modules": _compact(names, list(layers_of(model))),
+        "target_modules": _compact(modules, map(table.as_in_memory, layers_of(model))),
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": {name: _as_int(alpha) for name, alpha in config.alpha_pattern.items()},
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "fan_in_fan_out": any(adapter.base.in_out for adapter in adapters_of(model).values()),
+        "fan_in_fan_out": any(adapter.base.in_out for adapter in adapters.values()),
         "bias": config.bias,
-        "modules_to_save": list(config.modules_to_save) or None,
+        "modules_to_save": [table.as_in_memory(name) for name in config.modules_to_save] or None,
         "init_lora_weights": True,
-        **({"handgrad": {"freeze_down": True}} if config.freeze_down else {}),
+    }
+    own: dict[str, object] = {"freeze_down": True} if config.freeze_down else {}
+    if len(modules) < len(adapters):
+        own |= {
+            "targets": _compact(adapters, layers_of(model)),
+            "rank_pattern": found["rank_pattern"],
+            "alpha_pattern": found["alpha_pattern"],
+            "dropout": config.dropout,
+        }
+        found |= {"lora_dropout": 0.0, **_of_parameters(model, stacks)}
+    return found | ({"handgrad": own} if own else {})
+
+
+def _of_parameters(model: GPT, stacks: dict[experts.Stack, experts.Stacked]) -> dict[str, object]:
+    """PEFT's fields for layers that it finds by their parameters."""
+    config: LoRAConfig = model.adapter
+    adapters = adapters_of(model)
+    stacked = {layer for one in experts.stacks_of(model.config) for own in one.layers for layer in own}
+    every = {name: experts.parameter_of(model.config, name) for name in layers_of(model) if name not in stacked}
+    names = [x for x in every.values() if x is not None] + [x.parameter for x in experts.stacks_of(model.config)]
+    ranks = {p: config.rank_of(x) for x, p in every.items() if x in adapters and p is not None}
+    alphas = {p: config.alpha_of(x) for x, p in every.items() if x in adapters and p is not None}
+    ranks |= {one.parameter: found.rank for one, found in stacks.items()}
+    alphas |= {x.parameter: found.scale * found.rank ** (0.5 if config.rslora else 1) for x, found in stacks.items()}
+    return {
+        "target_parameters": list(shortest(dict.fromkeys(ranks, True), names, 2)),
+        # the first that matches counts
+        "rank_pattern": shortest(ranks, names, 2) | config.rank_pattern,
+        "alpha_pattern": {p: _as_int(x) for p, x in (shortest(alphas, names, 2) | config.alpha_pattern).items()},
     }
 
 
@@ -105,18 +148,9 @@ def _as_int(x: float) -> float:
     return int(x) if x == int(x) else x
 
 
-def _compact(names: list[str], all_names: list[str]) -> list[str]:
+def _compact(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
     """The shortest patterns that select exactly these layers: c_attn for that of every block, else complete names."""
-    chosen = set(names)
-    patterns: dict[str, None] = {}
-    for name in names:
-        for end in (name.rpartition(".")[2], ".".join(name.split(".")[-2:]), name):
-            if end in patterns or all(
-                other in chosen for other in all_names if other == end or other.endswith("." + end)
-            ):
-                patterns[end] = None
-                break
-    return list(patterns)
+    return list(shortest(dict.fromkeys(names, True), all_names))
 
 
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,8 +163,10 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
     config = read_config(folder)
     manifest.check_present(folder)
     file = folder / TENSORS
-    factors, rest, copies = _read_sorted(file)
-    factors, config = split_by_expert(model, factors, config, file)
+    table = model.config.table
+    factors, rest, copies = _read_sorted(file, table)
+    factors, config = experts.split(model.config, factors, config, _parameters_of(folder), file)
+    config = replace(config, modules_to_save=tuple(map(table.as_in_files, config.modules_to_save)))
     layers = layers_of(model)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     for name, parts in factors.items():
@@ -206,6 +242,18 @@ def config_of(raw: dict[str, Any], file: Path) -> LoRAConfig:
             " LoRA with peft first (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     own = raw.get("handgrad") or {}
+    told = {
+        "rank_pattern": raw.get("rank_pattern") or {},
+        "alpha_pattern": raw.get("alpha_pattern") or {},
+        "dropout": raw.get("lora_dropout", 0.0),
+    }
+    if "targets" in own:  # of a mixture: as it was before the layers of experts were stacked
+        kinds = {"rank_pattern": dict, "alpha_pattern": dict, "targets": list}
+        told = {field: own.get(field) for field in (*kinds, "dropout")}
+        wrong = [field for field, kind in kinds.items() if not isinstance(told[field], kind)]
+        if wrong:
+            raise HandgradError(f"{file}: {wrong[0]} of handgrad is {shown(told[wrong[0]])}: the file was changed")
+        told["targets"] = tuple(own["targets"])
 
     def flag(fields: dict[str, Any], field: str) -> bool:
         value = fields.get(field)
@@ -217,14 +265,12 @@ def config_of(raw: dict[str, Any], file: Path) -> LoRAConfig:
         return LoRAConfig(
             rank=raw["r"],
             alpha=raw.get("lora_alpha", 8),
-            rank_pattern=raw.get("rank_pattern") or {},
-            alpha_pattern=raw.get("alpha_pattern") or {},
             rslora=flag(raw, "use_rslora"),
             dora=flag(raw, "use_dora"),
-            dropout=raw.get("lora_dropout", 0.0),
             freeze_down=flag(own, "freeze_down"),
             modules_to_save=tuple(raw.get("modules_to_save") or ()),
             bias=raw.get("bias", "none"),
+            **told,
         )
     except KeyError as missing:
         raise HandgradError(f"{file} has no field {missing}") from None
@@ -237,10 +283,12 @@ def is_adapter(folder: Path) -> bool:
     return os.path.lexists(folder / CONFIG) and not os.path.lexists(folder / "config.json")
 
 
-def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
+def ranks_of(folder: Path, model: ModelConfig) -> tuple[dict[str, int], int]:
     """The rank of each layer's adapter, and the number of trained parameters besides the factors."""
-    factors, rest, copies = _read_sorted(folder / TENSORS)
-    if read_config(folder).bias != "none":
+    factors, rest, copies = _read_sorted(folder / TENSORS, model.table)
+    config = read_config(folder)
+    factors, _ = experts.split(model, factors, config, _parameters_of(folder), folder / TENSORS)
+    if config.bias != "none":
         rest |= {name: t for name, t in copies.items() if name.endswith(".bias")}
     others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
     named = sorted(factors, key=lambda name: name in HEADS)  # the head comes last
@@ -248,17 +296,27 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
-def replaced_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def replaced_tensors(folder: Path, table: Family) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the adapter has besides its factors, under the model's names: layers trained in full, and PEFT's copies of layers
     that have an adapter."""
-    return _read_sorted(folder / TENSORS)[1:]
+    return _read_sorted(folder / TENSORS, table)[1:]
 
 
-def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
+def read_factors(folder: Path, model: ModelConfig) -> dict[str, tuple[Tensor, Tensor, float]]:
     """The factors d (f_in, r) and u (r, f_out) of every layer, and what their product is multiplied by."""
-    config, (factors, _, _) = read_config(folder), _read_sorted(folder / TENSORS)
+    file = folder / TENSORS
+    factors, _, _ = _read_sorted(file, model.table)
+    factors, config = experts.split(model, factors, read_config(folder), _parameters_of(folder), file)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     return {name: (p["lora_A"].t(), p["lora_B"].t(), config.scale_of(name)) for name, p in factors.items()}
+
+
+def _parameters_of(folder: Path) -> tuple[str, ...]:
+    """The parameters that PEFT adapts by name."""
+    found = read_json(folder / CONFIG).get("target_parameters") or ()
+    if not isinstance(found, list | tuple) or not all(isinstance(x, str) for x in found):
+        raise HandgradError(f"{folder / CONFIG}: target_parameters is {shown(found)}, not a list of names")
+    return tuple(found)
 
 
 def base_of(folder: Path) -> str | None:
@@ -284,20 +342,22 @@ def _hashes(model: Path) -> list[str]:
     return [manifest.sha256_of(file) for file in ([model] if is_gguf(model) else sorted(model.glob("*.safetensors")))]
 
 
-def _model_name(name: str, file: Path) -> str:
-    """PEFT's tensor name → the model's: without base_model.model., with a prefix that the base model may omit."""
+def _model_name(name: str, file: Path, table: Family) -> str:
+    """PEFT's tensor name → that in the model's files: without base_model.model., with a prefix that they may omit."""
     if not name.startswith(PREFIX):
         raise HandgradError(f"{file}: {name} is not an adapter tensor: its name must begin with {PREFIX}")
-    return full_name(name.removeprefix(PREFIX))
+    return table.as_in_files(full_name(name.removeprefix(PREFIX)))
 
 
-def _read_sorted(file: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+def _read_sorted(
+    file: Path, table: Family
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a file under the model's names: factors by layer; layers trained in full; PEFT's copies of layers that
     have an adapter."""
     factors: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
-    tensors = {_model_name(name, file): tensor for name, tensor in read_tensors(file).items()}
+    tensors = {_model_name(name, file, table): tensor for name, tensor in read_tensors(file).items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise HandgradError(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")

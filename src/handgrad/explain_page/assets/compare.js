@@ -25,6 +25,7 @@ export const compareView = {
   id: "compare",
   title: "Compare",
   available: () => has("compare"),
+  about: "Compare this trace with that of another sentence, or of other weights: every number side by side, and the difference.",
 
   /** @param {any} state */
   needs: (state) =>
@@ -50,7 +51,7 @@ export const compareView = {
 async function choose(request, what, actions) {
   problem = "";
   try {
-    const { id } = await actions.busy(request());
+    const { id } = await actions.busy(request(), () => "Computing forward and backward pass of the other trace…");
     other = { id, what };
   } catch (reason) {
     problem = /** @type {Error} */ (reason).message;

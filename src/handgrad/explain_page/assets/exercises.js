@@ -125,7 +125,7 @@ function editor(course, exercise, state, actions) {
     actions.redraw();
     try {
       const body = { id: state.overview.id, exercise: exercise.name, code: mine.code, station: mine.station ?? "" };
-      mine.result = await actions.busy(post("learn/grade", body));
+      mine.result = await actions.busy(post("learn/grade", body), () => "Running your answer…");
       mine.progress = mine.result.progress;
     } catch (reason) {
       mine.problem = /** @type {Error} */ (reason).message;

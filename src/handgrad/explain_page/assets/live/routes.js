@@ -10,7 +10,7 @@ import { follow } from "./follow.js";
 import { lens } from "./lens.js";
 import { neurons } from "./neurons.js";
 import { objectiveOf, tokenId } from "./objectives.js";
-import { overview } from "./overview.js";
+import { flow, overview } from "./overview.js";
 import { predict } from "./predictions.js";
 import { atStation } from "./station.js";
 import { step } from "./step.js";
@@ -39,6 +39,7 @@ const OF_A_MODEL = {
 /** @type {Record<string, (session: Session, sentence: Traced, given: any) => any>} */
 const OF_A_SENTENCE = {
   overview,
+  flow,
   station: atStation,
   swaps: swapsAt,
   head: atHead,
