@@ -207,7 +207,7 @@ def test_what_is_pointed_at_is_lit_everywhere(open_page: Open, session: Session)
     canvas.hover(position={"x": left + 10.5 * width, "y": top + 4.5 * height})
     expect(page.locator("html")).to_have_attribute("data-lit", "token-4 feature-mixed-1-10 head-1-1 space-mixed-1")
     assert marked(page, "blocks.1.delta_3") == [4]
-    assert len(lit(page)) == 3 and lit(page)[0].startswith("token 5: e")  # in the strip, in the map, among the heads
+    assert len(lit(page)) == 3 and lit(page)[0].startswith("token 5: ‘e’")  # in the strip, in the map, among the heads
     page.mouse.move(1, 1)
     assert page.get_attribute("html", "data-lit") == "" and lit(page) == []
     # by keyboard, and in the terms of a number
