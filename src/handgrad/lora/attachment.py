@@ -7,7 +7,8 @@ import torch
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from .injection import adapters_of, remove
-from .peft import check_base, load, read_config, replaced_tensors
+from .peft import check_base, load, replaced_tensors
+from .peft_config import read_config
 
 
 class Attachment:

@@ -23,7 +23,8 @@ from ..model.passes.arguments import PLAIN, Pass, Rows
 from ..model.storage.weights import STORED, Weights
 from .injection import adapters_of, put, remove
 from .layer import LoRA
-from .peft import load, read_config, replaced_tensors
+from .peft import load, replaced_tensors
+from .peft_config import read_config
 
 
 class NamedAdapters(Affine):

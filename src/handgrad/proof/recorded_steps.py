@@ -270,8 +270,8 @@ class RecordedSteps:
 
     @staticmethod
     def _mixed(given: list[Tensor], inside: Inside) -> Tensor:
-        """a_gates, a_experts and what is shared → a_9. The error signals of gates are ⟨Δ_9 w_8ᵗ, a_8⟩, of a Δ_9 and an a_8 that
-        are rounded inside."""
+        """a_gates, a_experts and what is shared → a_9. The error signals of gates are ⟨Δ_9 w_8ᵗ, a_8⟩, of a Δ_9 and an a_8
+        that are rounded inside."""
         gates, y, *shared = given
         output, gate = shared[:1], shared[1:]  # of what is shared
         of_outputs = mixed(gates.detach(), y, *output, *(x.detach() for x in gate))

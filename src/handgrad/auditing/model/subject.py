@@ -24,7 +24,7 @@ from ...lora.experts import Stack, stacks_of
 from ...lora.injection import adapters_of, biases_of, layers_of, put
 from ...lora.layer import LoRA
 from ...lora.patterns import prepare_matches
-from ...lora.peft import config_of
+from ...lora.peft_config import config_of
 from ...machine import available_memory
 from ...model.config import ModelConfig
 from ...model.gpt import GPT

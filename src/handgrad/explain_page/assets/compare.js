@@ -7,7 +7,7 @@ import { filled } from "./colors.js";
 import { count, number, percent, quote, visible } from "./format.js";
 import { heat, numbered, positioned, worded } from "./heatmap.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
-import { button, caption, field, figureCell, ofBlock, select, table, tr, viewHead } from "./parts.js";
+import { button, caption, field, figureCell, ofBlock, select, soft, table, tr, viewHead } from "./parts.js";
 import { patchRequests, patchSections } from "./patching.js";
 import { h } from "./render.js";
 import { entriesOf, savedFigure } from "./save.js";
@@ -33,7 +33,7 @@ export const compareView = {
       ? {
           all: ["compare", { other: other.id }],
           found: ["compare", { other: other.id, station: stationFor(state) }],
-          ...patchRequests(state, other.id),
+          ...(has("patch-map") ? patchRequests(state, other.id) : {}),
         }
       : {},
 
@@ -44,6 +44,7 @@ export const compareView = {
       chooser(state, actions),
       ...(found ? results(all, found, state, actions) : []),
       ...(patches ? patchSections(state, patches, patched, actions) : []),
+      has("patch-map") ? null : soft("Patching, one trace with parts of another, is not computed in this page: run handgrad explain."),
     ];
   },
 };

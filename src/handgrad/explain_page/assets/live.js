@@ -6,7 +6,8 @@ import { RequestError } from "./request_error.js";
 
 const ROUTES = new Set([
   "table", "learn", "predict", "token", "sentence", "overview", "flow", "station", "swaps", "head", "heads", "lens", "neurons",
-  "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "step", "proof", "proofs",
+  "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "patch-map", "patch", "step", "proof",
+  "proofs",
 ]);
 
 /** @param {Promise<{ source: string, data: string }>} loaded  the program, which defines serveLive, and what live_data.py has

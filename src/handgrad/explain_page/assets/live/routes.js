@@ -11,6 +11,7 @@ import { lens } from "./lens.js";
 import { neurons } from "./neurons.js";
 import { objectiveOf, tokenId } from "./objectives.js";
 import { flow, overview } from "./overview.js";
+import { patchAt, patchMapAt } from "./patching.js";
 import { predict } from "./predictions.js";
 import { atStation } from "./station.js";
 import { step } from "./step.js";
@@ -54,6 +55,8 @@ const OF_A_SENTENCE = {
   effects,
   "what-if": whatIfAt,
   compare: compareAt,
+  "patch-map": patchMapAt,
+  patch: patchAt,
   step,
 };
 
