@@ -19,7 +19,7 @@ from handgrad.formatting import typeset
 
 pytest_plugins = ["page_fixtures"]
 
-ORDER = ["start", "station", "attribution", "flow", "heads", "whatif", "step", "compare", "exercises"]
+ORDER = ["prologue", "start", "station", "attribution", "flow", "heads", "whatif", "step", "compare", "exercises"]
 
 
 def said(text: str) -> str:

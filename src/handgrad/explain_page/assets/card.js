@@ -1,6 +1,7 @@
 // @ts-check
 // The card: a picture of 1200 × 630 with the story of the sentence, its tokens, the view that is open and the gradient flow.
 
+import { get } from "./api.js";
 import { color, css, inkOn } from "./colors.js";
 import { logarithmic } from "./flow_rows.js";
 import { chance, percent, quote, visible } from "./format.js";
@@ -19,8 +20,9 @@ export function storyOf({ overview: { tokens, losses }, token }) {
   return `After ${quote(contextOf(tokens, position))} the model gave ${quote(tokens[position + 1].label)} ${p}.`;
 }
 
-/** @param {any} state @returns {string}  the address of a PNG */
-export function cardPicture(state) {
+/** @param {any} state @returns {Promise<string>}  the address of a PNG */
+export async function cardPicture(state) {
+  const { rows } = await get("flow", state.overview.id);
   const canvas = Object.assign(document.createElement("canvas"), { width: WIDE, height: HIGH });
   const c = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   const style = getComputedStyle(document.documentElement);
@@ -44,7 +46,7 @@ export function cardPicture(state) {
   c.fillStyle = paint("soft");
   const top = Math.max(FLOW.end - FLOW.most, y + 60);
   c.fillText(fitted(c, viewTitle(state), WIDE - 2 * EDGE), EDGE, top - 40);
-  flow(c, state, top);
+  flow(c, rows, top);
   mark(c, state, paint);
   return canvas.toDataURL("image/png");
 }
@@ -112,9 +114,9 @@ function tokensOf(c, { overview: { tokens, losses }, token }, top, paint) {
 }
 
 /** The lengths of the error signals, layers by tokens.
- * @param {CanvasRenderingContext2D} c @param {any} state @param {number} top */
-function flow(c, { overview }, top) {
-  const { shares } = logarithmic(overview.flow.rows.map((/** @type {any} */ row) => row.delta));
+ * @param {CanvasRenderingContext2D} c @param {any[]} rows @param {number} top */
+function flow(c, rows, top) {
+  const { shares } = logarithmic(rows.map((row) => row.delta));
   shares.forEach((row, i) =>
     row.forEach((x, t) => {
       const at = (/** @type {number} */ k, /** @type {number} */ n, /** @type {number} */ size) => Math.round((k * size) / n);

@@ -1,11 +1,12 @@
 // @ts-check
 // The head of the page: the loss, and what a stored page lets the reader choose: a sentence, in place of the box in which one
-// is typed, and a model.
+// is typed, and a model; and what is shared.
 
 import { has, model, models, sentences } from "./api.js";
 import { count, number } from "./format.js";
 import { select } from "./parts.js";
 import { find, h, render } from "./render.js";
+import { shareMenu } from "./share.js";
 import { lastStep } from "./step.js";
 
 /** Another model is another page. @param {any} state @param {string} name */
@@ -41,4 +42,5 @@ export function drawHeader(state, actions) {
   find("steps-taken").textContent = steps ? ` after ${count(steps, "step")}` : "";
   find("reset-weights").hidden = !steps || !has("sentence");
   drawChoices(state, actions);
+  render(find("share"), [shareMenu(state)]);
 }

@@ -16,7 +16,6 @@ import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
 import { RequestError } from "./request_error.js";
-import { shareMenu } from "./share.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
@@ -50,7 +49,6 @@ function redraw() {
   render(find("tokens"), tokenStrip(state, actions));
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
-  render(find("share"), [shareMenu(state)]);
   drawMap(find("map"), state, actions);
   drawPlay(state, actions);
   const view = currentView(),
