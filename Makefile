@@ -129,8 +129,12 @@ docs: $(VENV)/.ready-for-tests  # the documentation as a site that opens from th
 	$(SITE)
 	@echo "open build/site/index.html"
 
-site: $(VENV)/.ready-for-tests  # the site that is published: the documentation, and the demo in build/demo if there is one
+site: build/demo/index.html  # the site that is published: the documentation, and the explain page of models to try
 	$(SITE) --demo build/demo
+	@echo "open build/site/index.html"
+
+build/demo/index.html: docs/site/demo.py $(shell find src/handgrad/explain_page -type f -not -name '*.pyc') | $(VENV)/.ready-for-tests
+	$(BIN)/python docs/site/demo.py build/demo --model build/demo-model
 
 # Build wheel and source archive, install the wheel into a new environment, and check the gradients there.
 release-check: $(VENV)/.ready-for-tests

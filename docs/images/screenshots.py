@@ -6,7 +6,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
 
-from handgrad.cli.explain import DEFAULT, TEXT, TEXTS, _train_small_model, choose
+from handgrad.cli.explain import DEFAULT, TEXT, TEXTS, choose, train_small_model
 from handgrad.explain_page.server import Server
 from handgrad.explain_page.session.session import Session
 
@@ -41,7 +41,7 @@ def main() -> None:
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
-        for model, text, shots in ((DEFAULT, TEXTS[DEFAULT], LANGUAGE), (str(_train_small_model()), TEXT, SMALL)):
+        for model, text, shots in ((DEFAULT, TEXTS[DEFAULT], LANGUAGE), (str(train_small_model()), TEXT, SMALL)):
             network, tokenizer, name, note, _ = choose(model)
             with Server(Session(network, tokenizer, name, note, text)) as url:
                 for shot in shots:

@@ -29,6 +29,8 @@ def sentences(text: str) -> list[Request]:
         ("step", {"id": "@0", "lr": 0.1, "optimizer": "Muon"}),
         ("sentence", {"text": "to? be or not"}),  # the first character surprises most: another one is attributed
         ("sentence", {"text": "tot"}),  # its characters attend to the first with more than 30 %
+        ("sentence", {"text": "be or to be, not?"}),  # what is equal is elsewhere
+        ("sentence", {"text": "to, be? o not"}),  # as long as the first, with a character more and one less
     ]
 
 
@@ -39,7 +41,7 @@ def requests(session: Session, text: str) -> list[Request]:
     found += [("predict", {"text": text, "version": 1}), ("token", {"text": "be"})]
     found += [("overview", {"id": id}) for id in ("@1", "@2", "@7")]
     found += [("station", {"id": id, "station": station}) for id, station in OF_OTHERS]
-    found += [(name, {"id": "@0"}) for name in ("overview", "heads", "effects")]
+    found += [(name, {"id": "@0"}) for name in ("overview", "flow", "heads", "effects")]
     found += [("station", {"id": "@0", "station": s.id}) for s in session.stations]
     found += [("lens", {"id": "@0", "station": s.id}) for s in session.stations if s.stream]
     found += [("lens", {"id": "@2", "station": "blocks.0.a_5"}), ("head", {"id": "@2", "block": 0, "head": 1})]
@@ -54,7 +56,10 @@ def requests(session: Session, text: str) -> list[Request]:
         found += [("compare", {"id": id, "other": other}) for other in ("@4", "@5")]
     for station in ("a_1", "blocks.0.a_3", "a_12", "loss"):
         found.append(("compare", {"id": "@0", "other": "@4", "station": station}))
+    found += patches(config.n_blocks - 1)
     found += [("follow", {"id": id, **cell}) for id in ("@0", "@2") for cell in cells(session, id)]
+    for name, head in (("y_pred", None), ("sum_e", None), ("blocks.0.rho", 0), ("blocks.0.sum_e", 0)):
+        found.append(("follow", {"id": "@9", "name": name, "row": 2, "column": 0, "head": head}))
     for given in ATTRIBUTIONS:
         found.append(("attribution", {"id": "@0", "steps": 3, **given}))
     found += [("attribution", {"id": id, "steps": 3}) for id in ("@1", "@2")]
@@ -72,6 +77,20 @@ def requests(session: Session, text: str) -> list[Request]:
     return found + list(mistakes(session, text))
 
 
+def patches(block: int) -> Iterator[Request]:
+    """Of every kind, from sentences of equal and of different length and from other weights, for every objective."""
+    for of in PATCHED:
+        for id, other in (("@0", "@4"), ("@2", "@12"), ("@3", "@15")):
+            yield "patch-map", {"id": id, "other": other, "of": of}
+        for at in ({}, {"position": 5}):
+            yield "patch", {"id": "@0", "other": "@4", "of": of, "block": block, **at}
+            yield "patch", {"id": "@2", "other": "@12", "of": of, "block": 0, **at}
+    for id, other in PAIRS:
+        yield "patch-map", {"id": id, "other": other}
+        for at in ({}, {"position": 2}, {"head": 1}, {"head": 0, "position": 1}):
+            yield "patch", {"id": id, "other": other, "block": block, **at}
+
+
 OF_OTHERS = [
     ("@1", "loss"),
     ("@1", "a_1"),
@@ -80,6 +99,10 @@ OF_OTHERS = [
     ("@2", "blocks.0.a_7"),
     ("@3", "loss"),
     ("@7", "a_12"),
+    ("@2", "blocks.0.a_3"),
+    ("@3", "a_11"),
+    ("@13", "blocks.0.a_3"),
+    ("@9", "blocks.0.a_3"),  # after a step so large that softmax shifts its rows
 ]
 PARTS: list[dict[str, Any]] = [
     {"kind": "head", "head": 1},
@@ -88,6 +111,8 @@ PARTS: list[dict[str, Any]] = [
     {"kind": "neuron", "neuron": 7},
     {"kind": "weight", "head": 0, "row": 4, "column": 2},
 ]
+PATCHED = ("a_3", "a_1", "a_5", "a_4", "a_9")
+PAIRS = [("@0", "@5"), ("@0", "@0"), ("@1", "@14"), ("@14", "@1"), ("@0", "@15"), ("@13", "@3"), ("@15", "@0")]
 ATTRIBUTIONS: list[dict[str, Any]] = [
     {},
     {"position": 3},
@@ -142,6 +167,13 @@ def mistakes(session: Session, text: str) -> Iterator[Request]:
         ("value", {"name": "a_11", "rows": "0:x", "columns": "0:3"}), ("matrix", {"name": "a_99"}),
         ("value", {"name": "a_11", "rows": "80:90", "columns": "0:3"}), ("matrix", {"name": "a_11", "rows": "0,99"}),
         ("slice", {"name": "a_11", "rows": "0:3", "columns": "5:2"}), ("matrix", {"name": "a_11", "rows": "x"}),
-        ("matrix", {"name": "blocks.0.rho"}),
+        ("matrix", {"name": "blocks.0.rho"}), ("matrix", {"name": "blocks.9.sent"}), ("slice", {"name": "w_99"}),
+        ("slice", {"name": "blocks.0.G_7"}), ("slice", {"name": "blocks.9.score"}), ("slice", {"name": "score"}),
+        ("slice", {"name": "blocks.0.sum_e"}), ("follow", {"name": "b_99", "row": 0, "column": 0}),
+        ("patch-map", {"other": "@4", "of": "a_2"}),
+        ("patch", {"other": "@4", "block": 7}), ("patch", {"other": "@4", "block": 0, "of": "skip_5"}),
+        ("patch", {"other": "@4", "block": 0, "head": 9}), ("patch", {"other": "@4", "block": 0, "of": "a_5", "head": 0}),
+        ("patch", {"other": "@5", "block": 0, "position": 13}), ("patch", {"other": "@13", "block": 0, "position": 12}),
+        ("patch", {"other": "@13", "block": 0, "position": 1}), ("patch", {"other": "@4", "block": -1}),
     ):  # fmt: skip
         yield name, {"id": "@0", **given}

@@ -4,7 +4,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from page_helpers import Open, check_accessibility, expect_all_proven, go, number
+from page_helpers import Open, check_accessibility, data, expect_all_proven, go, number
 from playwright.sync_api import expect
 from test_live import SHAPES, in_float64, session_of
 from tiny_session import TEXT, make_session
@@ -13,6 +13,7 @@ import handgrad as hg
 from handgrad.cli.explain import explain
 from handgrad.explain_page.export import export_live
 from handgrad.explain_page.views.attribution import attribution
+from handgrad.explain_page.views.patching import patch_at, patch_map_at
 from handgrad.explain_page.views.step import take_step
 
 pytest_plugins = ["page_fixtures"]
@@ -54,6 +55,9 @@ def test_the_page_is_live_without_a_server(open_page: Open, tmp_path: Path) -> N
     expect(page.locator("#follow h3")).to_contain_text("Δ₇")
     check_accessibility(page)
     page.click("#follow-close")
+    page.click("#hand-toggle")
+    page.click("#hand-show")
+    assert data(page.locator("#hand .sum")) == pytest.approx(number(page, "#hand-value"), rel=1e-9)
 
     badge = page.locator("#badge")
     expect(badge).to_have_class("badge good")
@@ -68,6 +72,19 @@ def test_the_page_is_live_without_a_server(open_page: Open, tmp_path: Path) -> N
     page.click("#tab-attribution")
     expect(page.locator("#gap")).to_be_visible()
     assert number(page, "#gap") == pytest.approx(attribution(session, sentence)["gap"], rel=1e-6)
+    page.click("#tab-compare")
+    page.fill("#other-sentence", TEXT)
+    page.click("#compare-sentence")
+    expect(page.locator("#view-compare .heat", has_text="Predicted change by head")).to_be_visible()
+    page.locator("section[aria-label='Largest predicted changes'] button").first.click()
+    patches = patch_map_at(session, sentence, session.sentence(TEXT))
+    best = patches["largest"][0]
+    expect(page.locator("#view-compare .outcome h3")).to_contain_text(f"With {best['label']} from the other trace")
+    found = patch_at(
+        session, sentence, session.sentence(TEXT), best["block"], head=best["head"], position=best["position"]
+    )
+    for name in ("predicted", "measured"):
+        assert number(page, f"#patch-{name}") == pytest.approx(found[name], rel=1e-7)  # type: ignore[literal-required]
     page.click("#tab-exercises")
     expect(page.locator("#view-exercises .where, #view-exercises header").first).to_be_visible()
     assert page.locator("#view-exercises textarea").count() == 0  # nothing to judge an answer by

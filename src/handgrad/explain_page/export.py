@@ -19,6 +19,7 @@ from .page_files import IMPORT, asset, imported, modules
 from .proofs.prover import CheckResults, Prover, report, summary
 from .routes import ROUTES, Served
 from .session.session import Session, TracedSentence
+from .stations.network import NEURONS
 from .stations.table import Station
 from .views.step import take_step
 
@@ -47,7 +48,7 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     sentence = session.sentence(text)
     embedded = answers(session, sentence, watch)
     for columns in _columns(session, sentence, MAX_BYTES - len(_page(embedded).encode())):
-        page = _page({**embedded, **_pictures(session, sentence, columns)})
+        page = _page({**embedded, **pictures(session, sentence, columns)})
         if len(page.encode()) <= MAX_BYTES:
             return page
     raise HandgradError(
@@ -58,8 +59,7 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
 
 def export_live(session: Session) -> str:
     """Return the page as HTML with the model instead of answers: it computes them itself, for any sentence."""
-    program = f"{bundle('live/serve.js')}\nglobalThis.serveLive = {_variable('live/serve.js')}.serve;"
-    page = _html({"live-model": json.dumps(as_json(live_data(session)), ensure_ascii=False)}, program)
+    page = _html({"live-model": model_as_text(session)}, live_program())
     if len(page.encode()) > MAX_BYTES:
         raise HandgradError(
             f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a smaller model"
@@ -67,9 +67,19 @@ def export_live(session: Session) -> str:
     return page
 
 
+def live_program() -> str:
+    """The script that answers the page's requests: it defines serveLive."""
+    return f"{bundle('live/serve.js')}\nglobalThis.serveLive = {_variable('live/serve.js')}.serve;"
+
+
+def model_as_text(session: Session) -> str:
+    """The model as JSON, with all digits."""
+    return json.dumps(as_json(live_data(session)), ensure_ascii=False)
+
+
 def _page(embedded: dict[str, Any]) -> str:
     """The HTML of the page with these answers."""
-    return _html({"embedded-answers": _json(embedded)})
+    return _html({"embedded-answers": as_text(embedded)})
 
 
 def _html(texts: dict[str, str], program: str = "") -> str:
@@ -96,21 +106,22 @@ def _safe(text: str) -> str:
     return text.replace("<", "\\u003c")
 
 
-def _json(answers: dict[str, Any]) -> str:
-    """With six digits of every number, which keeps the file small."""
+def as_text(answers: Any) -> str:
+    """JSON with six digits of every number, which keeps the file small."""
     return json.dumps(as_json(answers, 6), ensure_ascii=False, separators=(",", ":"))
 
 
 def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
-    """Return the answers that the file contains; `_pictures` has the others."""
+    """Return the answers that the file contains; `pictures` has the others."""
     found = Embedded(session, sentence)
-    for name in ("table", "overview", "heads", "attribution"):
+    for name in ("table", "overview", "flow", "heads", "attribution"):
         found.add(name)
     for station in session.stations:
         if station.stream:
             found.add("lens", station=station.id)
-    for block in range(session.model.config.n_blocks):
+    for block in session.network.having(*NEURONS):
         found.add("neurons", block=block)
+    found["command"] = session.command
     found["learn"] = course_view(session, {}, grading=False)
     found |= _proofs(session, sentence, watch)
     found["steps"] = _steps(session, sentence)
@@ -123,13 +134,13 @@ def _columns(session: Session, sentence: TracedSentence, room: int) -> Iterator[
     for columns in COLUMNS:
         block = [s for s in session.stations if s.block == 0]
         size = len(
-            _json(_pictures(session, sentence, columns, block, session.network.having("attention")[:1])).encode()
+            as_text(pictures(session, sentence, columns, block, session.network.having("attention")[:1])).encode()
         )
         if size * session.model.config.n_blocks <= room or columns == COLUMNS[-1]:
             yield columns
 
 
-def _pictures(
+def pictures(
     session: Session,
     sentence: TracedSentence,
     columns: int,

@@ -57,7 +57,7 @@ class LiveData(TypedDict):
 def live_data(session: Session) -> LiveData:
     """Raises if the browser's engine does not compute such a model."""
     model = engine_data(session.model, session.tokenizer)
-    table: Table = {**overview.table(session), "better": None, "torch": False}
+    table: Table = {**overview.table(session), "better": [], "torch": False}
     return {
         "engine": model, "table": table, "course": course_view(session, {}, grading=False),
         "max_tokens": session.max_tokens, "steps": [_step(step) for step in session.network.steps],

@@ -146,6 +146,11 @@ def _progress(session: Session) -> Progress:
     return session.progress.report(session.better)
 
 
+def _download(session: Session) -> Progress:
+    session.download()
+    return _progress(session)
+
+
 def _token(session: Session, text: str) -> Word:
     id = token_id(session, text)
     return {"id": id, "word": session.token_text(id)}
@@ -174,10 +179,12 @@ ROUTES = {
     for route in (
         Route("table", overview.table, beside=True),
         Route("progress", _progress, beside=True),
+        Route("download", _download, post=True, beside=True),
         Route("token", _token, beside=True),
         Route("sentence", _sentence, post=True),
         Route("predict", predict, post=True),
         Route("overview", overview.overview),
+        Route("flow", overview.flow),
         Route("station", station.at_station),
         Route("swaps", swaps.swaps_at),
         Route("head", attention.at_head),

@@ -2,26 +2,31 @@
 // The interface through which the page gets its data. Behind it is the local server, or a file's own program and model, or the
 // answers that a file contains; the page asks whether there is an answer, not who gives it.
 
+import { folder } from "./folder.js";
 import { written } from "./format.js";
 import { live } from "./live.js";
 import { RequestError } from "./request_error.js";
 import { server } from "./server.js";
-import { stored } from "./stored.js";
+import { absent, stored } from "./stored.js";
 
 /**
  * @typedef {object} Provider
  * @property {(name: string, parameters: Record<string, any>) => boolean} has  whether it answers this request
  * @property {(name: string, id: string | null, parameters: Record<string, any>) => Promise<any>} get
  * @property {(name: string, body: any) => Promise<any>} post
- * @property {Record<string, any[]>} [steps]  all steps that it has, by learning rate, if it cannot take any
+ * @property {string} [command]  that shows what it has no answer to; "" if there is none
+ * @property {{ id: string, text: string }[]} [sentences]  those that can be chosen, if no others are answered
+ * @property {string} [model]  the one of `models` that answers
+ * @property {{ name: string, text: string, live: boolean }[]} [models]  that can be chosen
  */
 
 /** @returns {Provider} */
 function chosen() {
   const textOf = (/** @type {string} */ id) => document.getElementById(id)?.textContent;
-  const [answers, program, model] = ["embedded-answers", "live-program", "live-model"].map(textOf);
+  const [answers, program, model, index] = ["embedded-answers", "live-program", "live-model", "stored-answers"].map(textOf);
+  if (index) return folder(JSON.parse(index), new URLSearchParams(location.search).get("model"));
   if (answers) return stored(JSON.parse(answers));
-  if (program && model) return live(program, model);
+  if (program && model) return live(Promise.resolve({ source: program, data: model }));
   return server(new URLSearchParams(location.search).get("key") ?? "");
 }
 
@@ -72,8 +77,19 @@ export const post = (name, body) => answered(provider.post(name, body));
 /** Whether this request has an answer here. @param {string} name @param {Record<string, any>} parameters */
 export const has = (name, parameters = {}) => provider.has(name, parameters);
 
-/** All steps that there are, by learning rate, if no others can be taken. */
-export const storedSteps = provider.steps ? withNumbers(provider.steps) : null;
+// What a stored page may have, as Provider says.
+export const command = provider.command ?? "";
+export const sentences = provider.sentences ?? null;
+export const models = provider.models ?? [];
+export const model = provider.model ?? "";
+
+/** The stored sentence of this text; null of a file with one sentence. @param {string} text */
+export function storedId(text) {
+  if (!sentences) return null;
+  const found = sentences.find((sentence) => sentence.text === text);
+  if (!found) throw absent(command, text);
+  return found.id;
+}
 
 /** Wait before asking again. @param {number} ms */
 export const pause = (ms) => new Promise((done) => setTimeout(done, ms));

@@ -1,7 +1,7 @@
 // @ts-check
 // Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
 
-import { has } from "./api.js";
+import { has, sentences } from "./api.js";
 import { listenToLinks } from "./linked.js";
 import { find } from "./render.js";
 import { listenToSymbols } from "./symbols.js";
@@ -121,7 +121,7 @@ async function showAddress(state, actions, readAddress) {
   const { text, fresh, wrong } = readAddress();
   const wanted = text ?? state.table.text;
   actions.setStatus("");
-  if (has("sentence") && (wanted !== state.overview.text || objective !== state.objective)) {
+  if ((has("sentence") || sentences) && (wanted !== state.overview.text || objective !== state.objective)) {
     find("sentence").value = wanted;
     fitSentence();
     if (await actions.trace(wanted, { fresh })) return actions.show({ push: false });

@@ -5,12 +5,14 @@
 import { RequestError } from "./request_error.js";
 
 const ROUTES = new Set([
-  "table", "learn", "predict", "token", "sentence", "overview", "station", "swaps", "head", "heads", "lens", "neurons",
-  "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "step", "proof", "proofs",
+  "table", "learn", "predict", "token", "sentence", "overview", "flow", "station", "swaps", "head", "heads", "lens", "neurons",
+  "follow", "slice", "value", "matrix", "attribution", "effects", "what-if", "compare", "patch-map", "patch", "step", "proof",
+  "proofs",
 ]);
 
-/** @param {string} source  the program: it defines serveLive @param {string} data  what live_data.py has written */
-export function live(source, data) {
+/** @param {Promise<{ source: string, data: string }>} loaded  the program, which defines serveLive, and what live_data.py has
+ * written */
+export function live(loaded) {
   /** @type {Map<number, { done: (answer: any) => void, fail: (reason: Error) => void }>} */
   const waiting = new Map();
   let requests = 0;
@@ -21,7 +23,7 @@ export function live(source, data) {
     if (error === undefined) done?.(JSON.parse(text));
     else fail?.(known ? new RequestError(error) : new Error(error));
   };
-  const port = connect(source, data).then((found) => {
+  const port = loaded.then(connect).then((found) => {
     found.onmessage = receive;
     return found;
   });
@@ -45,8 +47,8 @@ export function live(source, data) {
   };
 }
 
-/** A port of the program, once it has read the model. @param {string} source @param {string} data @returns {Promise<any>} */
-function connect(source, data) {
+/** A port of the program, once it has read the model. @param {{ source: string, data: string }} loaded @returns {Promise<any>} */
+function connect({ source, data }) {
   const open = (/** @type {any} */ port) =>
     new Promise((done, fail) => {
       port.onmessage = () => done(port);
@@ -58,8 +60,9 @@ function connect(source, data) {
     });
   const inPage = () => {
     const { port1, port2 } = new MessageChannel();
-    // @ts-ignore: defined by the source, which is a script of the page too
-    globalThis.serveLive(port2);
+    const page = /** @type {any} */ (globalThis); // the source is a script of the page too
+    page.handgradProgram?.(); // of a folder: defines serveLive
+    page.serveLive(port2);
     return open(port1);
   };
   try {

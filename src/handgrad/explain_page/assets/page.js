@@ -2,9 +2,10 @@
 // Starts the page and draws it: loads what the current view needs, and redraws what an action changes.
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
-import { get, has, post, storedSteps } from "./api.js";
+import { get, has, post, sentences, storedId } from "./api.js";
 import { showBetter } from "./better.js";
-import { count, number, quote } from "./format.js";
+import { count, quote } from "./format.js";
+import { drawHeader } from "./header.js";
 import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
@@ -15,6 +16,7 @@ import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
 import { RequestError } from "./request_error.js";
+import { shareMenu } from "./share.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
@@ -26,6 +28,7 @@ import { busy, setStatus } from "./status.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
+import { answersTo } from "./work.js";
 
 let newest = 0; // number of the newest sentence requested; older answers are ignored
 let tracing = /** @type {Promise<string> | null} */ (null); // the newest trace, until it ends
@@ -42,11 +45,12 @@ function redraw() {
   if (!state.overview) return;
   const restoreFocus = keepFocus();
   document.documentElement.dataset.view = state.view;
-  drawHeader();
+  drawHeader(state, actions);
   drawTabs(find("tabs"), state, actions);
   render(find("tokens"), tokenStrip(state, actions));
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
+  render(find("share"), [shareMenu(state)]);
   drawMap(find("map"), state, actions);
   drawPlay(state, actions);
   const view = currentView(),
@@ -60,8 +64,11 @@ function redraw() {
 }
 
 /** A view with its sentence of the story. @param {any} view */
-const contentOf = (view) =>
-  withStory(view.draw(state, loaded.data, actions), view.id, VIEWS.map(({ id }) => id), state, loaded.data, actions);
+function contentOf(view) {
+  const content = view.draw(state, loaded.data, actions),
+    views = VIEWS.filter((one) => !one.absent).map(({ id }) => id);
+  return view.absent ? content : withStory(content, view.id, views, state, loaded.data, actions);
+}
 
 /** @param {any} view */
 const failed = (view) => [
@@ -69,17 +76,6 @@ const failed = (view) => [
   h("p.problem", loaded.problem),
   h("p", button("try again", () => actions.retry(), { id: "retry" })),
 ];
-
-// In an exported file only the step view shows new weights; the stations show the original ones.
-function drawHeader() {
-  const last = storedSteps && state.view === "step" ? lastStep() : null;
-  const loss = last ? last.measured : state.overview.loss,
-    steps = last ? last.steps : state.overview.steps;
-  find("loss").textContent = number(loss, 4);
-  find("loss").dataset.value = loss;
-  find("steps-taken").textContent = steps ? ` after ${count(steps, "step")}` : "";
-  find("reset-weights").hidden = !steps || !has("sentence");
-}
 
 /** Load what the view needs, then draw it. @param {{ push?: boolean }} options */
 async function show({ push = true } = {}) {
@@ -102,11 +98,8 @@ async function load(key) {
   redraw(); // the map and the tabs move at once
   const panel = find(`view-${state.view}`);
   panel.setAttribute("aria-busy", "true");
-  const entries = Object.entries(currentView().needs(state)),
-    { id } = state.overview;
-  const one = async ([name, [request, parameters]]) => [name, await get(request, id, parameters)];
   try {
-    const data = Object.fromEntries(await busy(Promise.all(entries.map(one))));
+    const data = await answersTo(currentView().needs(state), state.overview.id);
     if (key === keyOf()) loaded = { key, data, problem: "" };
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -120,6 +113,8 @@ async function load(key) {
 
 // ── the address ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+const choosesSentence = has("sentence") || sentences !== null;
+
 /** Read the view from the address bar; return its sentence, whether it leaves the token to the page, and a message if it
  * names something that does not exist. */
 function readAddress(hash = location.hash) {
@@ -131,7 +126,7 @@ function readAddress(hash = location.hash) {
   Object.assign(state, {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
-    objective: here.objective, hand: here.hand,
+    objective: here.objective, exercise: here.exercise, hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
   state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
@@ -143,7 +138,7 @@ function readAddress(hash = location.hash) {
 
 /** @param {boolean} push */
 function writeAddress(push) {
-  const text = has("sentence") && state.overview.text !== state.table.text ? state.overview.text : null;
+  const text = choosesSentence && state.overview.text !== state.table.text ? state.overview.text : null;
   const token = !state.objective && state.token === firstToken(state.overview) ? null : state.token;
   const hash = formatAddress({ ...state, token, text });
   if (hash === location.hash) return;
@@ -202,7 +197,7 @@ async function computeTrace(text, { push = false, fresh = false, version = weigh
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview")), push, fresh);
+    await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview", storedId(text))), push, fresh);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -369,7 +364,7 @@ async function start() {
     ),
   );
   const wanted = readAddress(address);
-  const text = (has("sentence") ? wanted.text : null) ?? t.text;
+  const text = (choosesSentence ? wanted.text : null) ?? t.text;
   find("sentence").value = text;
   find("sentence").readOnly = !has("sentence");
   if (!has("sentence")) find("sentence-form").querySelector("button").hidden = true;

@@ -10,9 +10,12 @@ const FIRST = 200,
   INTERVAL = 250; // milliseconds
 
 
-/** “Forward pass, block 3 of 30” @param {{ busy: boolean, backward: boolean, block: number, blocks: number }} found */
-const progressText = ({ busy, backward, block, blocks }) =>
-  busy ? `${backward ? "Backward" : "Forward"} pass, block ${block + 1} of ${blocks}` : "Preparing the page…";
+/** “Forward pass, block 3 of 30”
+ * @param {{ busy: boolean, compiling: boolean, backward: boolean, block: number, blocks: number }} found */
+function progressText({ busy, compiling, backward, block, blocks }) {
+  if (compiling) return "Compiling kernels for this machine, once: a few seconds…";
+  return busy ? `${backward ? "Backward" : "Forward"} pass, block ${block + 1} of ${blocks}` : "Preparing the page…";
+}
 
 /** Show how far the trace has come until a request is answered.
  * @template T @param {Promise<T>} request @returns {Promise<T>} */

@@ -2,7 +2,7 @@
 // The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how predictions change.
 
 import { aboutGoal, diverges, goalOf, LIMIT, standingOf } from "./after_steps.js";
-import { has, post, storedSteps } from "./api.js";
+import { has, post } from "./api.js";
 import { elsewhereCard, measureElsewhere } from "./elsewhere.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
 import { tokenLink } from "./linked.js";
@@ -35,6 +35,8 @@ export function discardSteps() {
   runId++;
 }
 
+const canStep = has("step");
+
 export const lastStep = () => steps.at(-1);
 
 /** The key of a learning rate in an exported file, as in export.py. @param {number} power */
@@ -43,17 +45,18 @@ const rateKey = (power) => String(Number((10 ** power).toPrecision(3)));
 export const stepView = {
   id: "step",
   title: "Take a step",
-  needs: () => ({}),
+  /** Steps that were taken before, if none can be taken. */
+  needs: () => (canStep ? {} : { stored: ["steps", {}] }),
 
-  /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, data, actions) {
+  /** @param {any} state @param {{ stored?: Record<string, any[]> }} data @param {any} actions */
+  draw(state, { stored }, actions) {
     const { table: model, overview } = state,
       { objective } = overview;
     const all = model.lora ? "only the adapters are trained" : "all parameters are trained";
     return [
       viewHead(all, "Take a step"),
       h("p.summary", about(model, nameOf(objective))),
-      controls(state, actions),
+      controls(state, stored, actions),
       lastStep()
         ? outcome(lastStep(), nameOf(objective))
         : h("p.soft", { key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
@@ -84,19 +87,20 @@ const firstRate = ({ large }, name) => (name === "Adam" ? (large ? -5 : -3) : la
 const STEPS = "Computing the steps…";
 const WORK = { one: "Computing the step…", many: STEPS, until: STEPS, ends: "Computing a trace with the new weights…" };
 
-function controls(state, actions) {
+/** @param {any} state @param {Record<string, any[]> | undefined} stored  by learning rate @param {any} actions */
+function controls(state, stored, actions) {
   if (!touched) rate = firstRate(state.table, optimizer);
-  const rates = storedSteps && Object.keys(storedSteps);
+  const rates = stored ? Object.keys(stored) : null;
   if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
-  const prepared = storedSteps && storedSteps[rateKey(rate)];
+  const prepared = stored ? stored[rateKey(rate)] : null;
   const left = prepared ? prepared.filter((step) => !step.error).length - steps.length : 20;
   const setRate = (event) => {
     touched = true;
     rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
-    if (storedSteps) discardSteps();
+    if (stored) discardSteps();
     actions.redraw();
   };
-  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !storedSteps && WORK[running];
+  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !stored && WORK[running];
   const can = {
     one: !running && left > 0,
     many: (!running || running === "many") && left > 0,
@@ -136,7 +140,7 @@ function controls(state, actions) {
     h(
       "div.field",
       h("label", { for: "optimizer" }, "optimizer"),
-      select({ id: "optimizer", disabled: Boolean(storedSteps), value: optimizer }, Object.entries(state.table.optimizers), choose),
+      select({ id: "optimizer", disabled: Boolean(stored), value: optimizer }, Object.entries(state.table.optimizers), choose),
     ),
     h(
       "div.walk",
@@ -148,7 +152,7 @@ function controls(state, actions) {
         () => take(left, prepared, state, actions),
         running === "many" ? "stop" : `run ${left || ""}`.trim(),
       ),
-      storedSteps
+      stored
         ? null
         : control(
             "step-until",
@@ -223,7 +227,7 @@ async function take(number_, prepared, state, actions, goal = null) {
   if (until?.end === "running") until.end = running ? "limit" : "stopped";
   running = "ends";
   try {
-    if (!storedSteps && steps.length) await actions.showSentence(lastStep().id);
+    if (canStep && steps.length) await actions.showSentence(lastStep().id);
   } catch (reason) {
     if (mine === runId) problem = reason.message;
   }

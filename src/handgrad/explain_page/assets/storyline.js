@@ -130,9 +130,9 @@ function attribution(state, { found }) {
   return `${without}the model would have ${lead(left)}; with it, it has ${lead(value)}.`;
 }
 
-/** @param {any} state */
-function flow(state) {
-  const { objective, tokens, flow: found } = state.overview;
+/** @param {any} state @param {any} data */
+function flow(state, { flow: found }) {
+  const { objective, tokens } = state.overview;
   const { position, before, word } = wordOf(state);
   const [top, bottom] = [found.rows[0], found.rows[found.rows.length - 1]];
   const most = largest(top.share);

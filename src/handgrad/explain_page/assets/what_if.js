@@ -34,6 +34,9 @@ export const whatIfView = {
   id: "whatif",
   title: "What if",
   available: () => has("effects"),
+  about:
+    "Set a head, a skip connection, a neuron or one attention weight to 0, and see the change of the loss that the gradient " +
+    "predicts beside the one that is measured.",
 
   /** @param {any} state */
   needs(state) {

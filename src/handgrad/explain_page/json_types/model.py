@@ -48,17 +48,18 @@ class SymbolEntry(TypedDict):
 
 
 class Better(TypedDict):
-    """A model that is being prepared."""
+    """A model that knows more than that of the page, and can be opened beside it."""
 
     text: str
-    url: str | None  # "" if it could not be prepared
+    url: str | None  # null while it is being prepared, "" if it is not
+    download: bool  # whether a button asks for it
 
 
 class Table(TypedDict):
     name: str
     note: str
     python: str
-    better: Better | None
+    better: list[Better]
     text: str
     parameters: int
     trains: int  # parameters that are trained
@@ -79,11 +80,12 @@ class Table(TypedDict):
 
 class Progress(TypedDict):
     busy: bool
+    compiling: bool  # the kernels, before the first pass on a machine
     share: float
     backward: bool
     block: int
     blocks: int
-    better: Better | None
+    better: list[Better]
 
 
 class Objective(TypedDict):
@@ -144,7 +146,6 @@ class Overview(TypedDict):
     losses: list[float]
     objective: Objective
     flows: list[StationFlow]
-    flow: Flow
     groups: list[Group]
     groups_caption: str
 

@@ -15,7 +15,7 @@ from ..session.objectives import describe
 from ..session.session import Session, TracedSentence
 from ..stations.end_formulas import LOSSES, explained
 from ..stations.formulas import ERRATA, Formula, mathml
-from ..stations.network import letter_of
+from ..stations.network import NEURONS, letter_of
 from ..stations.sources import readable_first, source
 from ..stations.table import Station
 from .step import OPTIMIZERS
@@ -78,7 +78,7 @@ def _more(session: Session, station: Station) -> list[More]:
     if station.stream:
         found.append("lens")
     b, network = station.block, session.network
-    if b in network.having("activation", "gated") and station.a in [s.outputs for s in network.neurons(b)]:
+    if b in network.having(*NEURONS) and station.a in [s.outputs for s in network.neurons(b)]:
         found.append("neurons")
     return found
 
@@ -97,7 +97,7 @@ def overview(session: Session, sentence: TracedSentence) -> Overview:
             {"id": s.id, "a": _lengths(sentence, () if s.kind == "loss" else s.a), "delta": _lengths(sentence, s.incoming)}
             for s in session.stations
         ],
-        "flow": _flow(session, sentence), "groups": groups, "groups_caption": captions.about_groups(sizes),
+        "groups": groups, "groups_caption": captions.about_groups(sizes),
     }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[Group], di
 # ── the gradient flow ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _flow(session: Session, sentence: TracedSentence) -> Flow:
+def flow(session: Session, sentence: TracedSentence) -> Flow:
     """Return the error of every token at every depth, each row also as shares of its own squares. What an addition adds has
     the addition's error signal: both are one row."""
     rows: list[FlowRow] = []

@@ -25,7 +25,7 @@ from ..presentation.chances import chance, log_chances
 from ..presentation.notation import percent, symbol, typeset
 from ..presentation.pictures import length
 from ..session.session import Session, TracedSentence
-from ..stations.network import Network, NetworkStep, letter_of
+from ..stations.network import NEURONS, Network, NetworkStep, letter_of
 
 Index = tuple[Any, ...]
 KINDS = ("head", "skip", "neuron", "weight")
@@ -76,7 +76,7 @@ def place_of(
     here, in_block, network = f"blocks.{block}.", f"of block {block + 1}", session.network
     if kind == "skip":
         return _skip(network, block, edge)
-    step = network.find(block, "activation", "gated") if kind == "neuron" else network.find(block, "attention")
+    step = network.neurons(block)[1] if kind == "neuron" else network.find(block, "attention")
     (a,), (delta,) = step.outputs, step.signals
     if kind == "neuron":
         j = number("neuron", config.hidden_width)
@@ -276,13 +276,13 @@ def effects(session: Session, sentence: TracedSentence, *, neurons: int = 5) -> 
     best: list[list[NeuronEffect]] = []
 
     def activation_of(b: int) -> tuple[str, str]:
-        step = network.find(b, "activation", "gated")
+        step = network.neurons(b)[1]
         return step.outputs[0], step.signals[0]
 
     def by_column(a: str, delta: str) -> Tensor:
         return -(t[a].double() * t[delta].double()).sum(0)
 
-    activating = network.having("activation", "gated")  # a mixture of experts has no row of neurons for every token
+    activating = network.having(*NEURONS)  # a mixture of experts has no row of neurons for every token
     neuron = ""
     for b in range(config.n_blocks):
         mixing = network.find(b, "attention", "convolution")
@@ -299,7 +299,7 @@ def effects(session: Session, sentence: TracedSentence, *, neurons: int = 5) -> 
             best[b] = [{"neuron": j, "predicted": blame[j].item()} for j in top]
     products = [_product(names) for names in [(mixing.outputs[0], mixing.signals[0]), *additions]]
     with_heads = network.every("attention")
-    every, with_neurons = f"for b in range({config.n_blocks})", network.every("activation", "gated")
+    every, with_neurons = f"for b in range({config.n_blocks})", network.every(*NEURONS)
     past = [{_past(network, step): None for step in steps} for steps in zip(*_all_additions(network), strict=True)]
     return {
         "heads": heads, "skips": skips, "neurons": best,

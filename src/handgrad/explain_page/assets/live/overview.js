@@ -33,7 +33,6 @@ export function overview(session, sentence) {
       a: lengths(sentence, s.kind === "loss" ? [] : s.a),
       delta: lengths(sentence, s.incoming),
     })),
-    flow: flow(session, sentence),
     groups,
     groups_caption: aboutGroups(sizes),
   };
@@ -67,7 +66,7 @@ function groupsOf(session, sentence) {
 
 /** The error of every token at every depth. What an addition adds has the addition's error signal: both are one row.
  * @param {Session} session @param {Traced} sentence */
-function flow(session, sentence) {
+export function flow(session, sentence) {
   const stations = session.stations.filter((s) => s.kind !== "tokens" && !isOverVocabulary(s) && !session.network.added(s.a[0]));
   const rows = stations.map((s) => {
     const [a, delta] = [s.a, s.incoming].map((names) => lengthsOf(sentence, names));

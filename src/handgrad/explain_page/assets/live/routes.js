@@ -10,7 +10,8 @@ import { follow } from "./follow.js";
 import { lens } from "./lens.js";
 import { neurons } from "./neurons.js";
 import { objectiveOf, tokenId } from "./objectives.js";
-import { overview } from "./overview.js";
+import { flow, overview } from "./overview.js";
+import { patchAt, patchMapAt } from "./patching.js";
 import { predict } from "./predictions.js";
 import { atStation } from "./station.js";
 import { step } from "./step.js";
@@ -39,6 +40,7 @@ const OF_A_MODEL = {
 /** @type {Record<string, (session: Session, sentence: Traced, given: any) => any>} */
 const OF_A_SENTENCE = {
   overview,
+  flow,
   station: atStation,
   swaps: swapsAt,
   head: atHead,
@@ -53,6 +55,8 @@ const OF_A_SENTENCE = {
   effects,
   "what-if": whatIfAt,
   compare: compareAt,
+  "patch-map": patchMapAt,
+  patch: patchAt,
   step,
 };
 

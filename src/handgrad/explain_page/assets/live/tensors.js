@@ -13,7 +13,7 @@ import { diag_right, matrix, product, scaled, t as turned, times } from "../engi
 import { sum_tokens } from "../engine/notation.js";
 import { RequestError } from "../request_error.js";
 import { range, rowOf } from "./matrices.js";
-import { signalsOf } from "./network.js";
+import { hereOf, signalsOf } from "./network.js";
 import { split } from "./notation.js";
 import { relaxedSignal } from "./swaps.js";
 
@@ -35,6 +35,7 @@ export class Tensors {
     this.trace = sentence.trace;
     this.network = session.network;
     this.n = sentence.ids.length;
+    this.blocks = new Set(session.network.steps.flatMap((step) => (step.block === null ? [] : [hereOf(step)])));
     /** @type {Map<string, Matrix>} */ this.made = new Map();
   }
 
@@ -52,7 +53,8 @@ export class Tensors {
   /** @param {string} name */
   heads(name) {
     const [here, last] = split(name);
-    return last === "score" || (here && last === "sum_e") ? this.session.config.n_heads : this.trace.heads(name);
+    const made = this.blocks.has(here) && (last === "score" || last === "sum_e");
+    return made ? this.session.config.n_heads : this.trace.heads(name);
   }
 
   /** @param {Cell} cell */
@@ -70,17 +72,19 @@ export class Tensors {
   derived(name, head) {
     const [here, last] = split(name),
       { session, sentence } = this;
+    const unknown = new RequestError(`there is no tensor '${name}' to follow`);
+    if (here && !this.blocks.has(here)) throw unknown;
     if (name === "delta_0") return relaxedSignal(session, sentence);
     if (name === "w_11" && session.config.tied) return turned(session.parameter(sentence.version, "grad_w_tok"));
-    if (last === "score") {
+    if (here && last === "score") {
       const [q, k] = ["q", "k"].map((letter) => this.get(here + letter, head));
       return scale(product(q, turned(k)), q.cols);
     }
     if (last === "sum_e") return turned(sum_tokens(turned(this.exponentials(here, head).e)));
     const inside = /^(G|mean_G|mean_Ga)_(\d+)$/.exec(last);
-    if (inside) return this.insideNorm(here, inside[1], inside[2]);
-    if (/^[wb]_/.test(last)) return session.parameter(sentence.version, `${here}grad_${last}`);
-    throw new RequestError(`there is no tensor '${name}' to follow`);
+    if (inside && this.trace.has(`${here}a_bar_${inside[2]}`)) return this.insideNorm(here, inside[1], inside[2]);
+    if (/^[wb]_/.test(last) && this.trace.has(`${here}grad_${last}`)) return session.parameter(sentence.version, `${here}grad_${last}`);
+    throw unknown;
   }
 
   /** G = Δ diag(w) of a norm, or the mean of its rows, or of those of G ∘ ā. @param {string} here @param {string} what

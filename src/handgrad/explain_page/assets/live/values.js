@@ -21,14 +21,14 @@ function matrixOf(session, sentence, { name, head }) {
   if (name === "delta_0") return relaxedSignal(session, sentence);
   if (name === "swaps") return estimates(session, sentence);
   const { trace } = sentence,
-    [here, last] = split(name),
-    read = last === "sent" ? `${here}rho` : name;
-  const tensors = new Tensors(session, sentence),
-    heads = trace.has(read) ? trace.heads(read) : tensors.heads(read);
+    [here, last] = split(name);
+  const sent = last === "sent" && trace.has(`${here}rho`), // not recorded: computed from what is
+    tensors = new Tensors(session, sentence),
+    heads = tensors.heads(sent ? `${here}rho` : name);
   if (heads && !(head !== undefined && head >= 0 && head < heads))
     throw new RequestError(`${name} has ${heads} heads: pass head=0 to ${heads - 1}`);
-  if (last === "sent") return headOf(session, sentence, blockOf(name) ?? 0, head ?? 0).sent;
-  return tensors.get(read, heads ? head : null);
+  if (sent) return headOf(session, sentence, blockOf(name) ?? 0, head ?? 0).sent;
+  return tensors.get(name, heads ? head : null);
 }
 
 /** @param {any} x @param {string} name */

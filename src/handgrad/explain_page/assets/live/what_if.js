@@ -124,23 +124,28 @@ function whatIf(session, sentence, place) {
   const after = session.run(version, ids, { objective, edits, forwardOnly: true }),
     { value } = sentence.trace;
   const [guess, change] = [predicted(session, sentence, place), after.value - value];
-  const moves = sentence.targets.map((target, t) => {
-    const rows = [sentence.trace, after].map((trace) => rowOf(trace.get("a_12"), t));
-    const [was, now] = rows.map((row) => (target < 0 ? null : chance(logChances(row)[target])));
-    const [first, second] = rows.map((row) => session.tokenText(argmax(row)));
-    const word = target < 0 ? null : session.tokenText(target);
-    return { token: session.tokenText(ids[t]), target: word, before: was, after: now, first_before: first, first_after: second };
-  });
   return {
     label: place.label,
     name: place.name,
     value,
     predicted: guess,
     measured: change,
-    moves,
+    moves: movesOf(session, sentence, after),
     caption: about(place, guess, change),
     python: python(place, place.name, objective, "changed.loss - base.loss"),
   };
+}
+
+/** What an edit does to the prediction at every position. @param {Session} session @param {Traced} sentence
+ * @param {import("../engine/trace.js").Trace} after */
+export function movesOf(session, { ids, targets, trace }, after) {
+  return targets.map((target, t) => {
+    const rows = [trace, after].map((one) => rowOf(one.get("a_12"), t));
+    const [was, now] = rows.map((row) => (target < 0 ? null : chance(logChances(row)[target])));
+    const [first, second] = rows.map((row) => session.tokenText(argmax(row)));
+    const word = target < 0 ? null : session.tokenText(target);
+    return { token: session.tokenText(ids[t]), target: word, before: was, after: now, first_before: first, first_after: second };
+  });
 }
 
 /** @param {Place} place @param {number} guess @param {number} change */
