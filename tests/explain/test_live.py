@@ -143,15 +143,7 @@ def test_the_checks_are_those_of_python_without_autograd(asked: dict[str, Asked]
 def test_every_route_is_asked(asked: dict[str, Asked]) -> None:
     """But those that need the server or its oracles."""
     names = {name for name, _ in asked["nano"].requests}
-    assert names == ROUTES.keys() - {
-        "progress",
-        "download",
-        "learn/grade",
-        "learn/shown",
-        "proofs",
-        "patch-map",
-        "patch",
-    }
+    assert names == ROUTES.keys() - {"progress", "download", "learn/grade", "learn/shown", "proofs"}
     declared = re.findall(r'"([a-z-]+)"', asset("live.js").partition("new Set([")[2].partition("]")[0])
     assert {*declared} == names | {"proofs"}
 
