@@ -76,7 +76,7 @@ def test_terms_name_their_tokens(open_page: Open, session: Session) -> None:
     page = open_page("#/station/blocks.1.a_7/backward")
     page.locator('canvas[data-name="blocks.1.grad_w_6"]').click()
     places = page.locator("#follow .terms .place")
-    expect(places.first).to_have_text(re.compile(r"^‘.+’ \(position \d+\)$"))
+    expect(places.first).to_have_text(re.compile(r"^(‘.+’|a space) \(position \d+\)$"))
 
 
 def test_the_lines_of_python_define_the_model(open_page: Open) -> None:

@@ -153,7 +153,7 @@ test("the axis of the steps holds what was measured and what was predicted", () 
 });
 
 test("an address holds the place, the objective and the sentence", () => {
-  const here = { view: "station", station: "blocks.1.a_3", direction: "backward", token: 4, head: 2, text: "a + b & c?", objective: "position-3", hand: null };
+  const here = { view: "station", station: "blocks.1.a_3", direction: "backward", token: 4, head: 2, text: "a + b & c?", objective: "position-3", exercise: "", hand: null };
   assert.deepEqual(parseAddress(formatAddress(here)), here);
   assert.equal(formatAddress({ ...here, view: "flow", token: null, head: 0, text: null, objective: null }), "#/flow");
   assert.deepEqual(allStops(["x", "y"]), [["x", "forward"], ["y", "forward"], ["y", "backward"], ["x", "backward"]]);

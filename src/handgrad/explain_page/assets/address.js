@@ -1,5 +1,6 @@
 // @ts-check
-// The address bar: a link to a view holds the view, the station, the token, the head, the objective and the sentence.
+// The address bar: a link to a view holds the view, the station, the token, the head, the exercise, the objective and the
+// sentence.
 
 /** @param {string} hash */
 export function parseAddress(hash) {
@@ -15,6 +16,7 @@ export function parseAddress(hash) {
     head: integer("head"),
     text: parameters.get("text"),
     objective: parameters.get("objective"),
+    exercise: parameters.get("exercise") ?? "",
     hand: decodeHand(parameters.get("hand")),
   };
 }
@@ -31,12 +33,13 @@ function decodeHand(text) {
 const encodeHand = ({ name, row, column, head }) => [name, row, column, head].filter((x) => x !== null).join(":");
 
 /** @param {{ view: string, station: string, direction: string, token: number | null, head: number, text: string | null,
- * objective: string | null, hand?: any }} here */
-export function formatAddress({ view, station, direction, token, head, text, objective, hand = null }) {
+ * objective: string | null, exercise?: string, hand?: any }} here */
+export function formatAddress({ view, station, direction, token, head, text, objective, exercise = "", hand = null }) {
   const parameters = new URLSearchParams();
   if (token !== null) parameters.set("token", String(token));
   if (head) parameters.set("head", String(head));
   if (objective) parameters.set("objective", objective);
+  if (exercise && view === "exercises") parameters.set("exercise", exercise);
   if (hand && view === "station") parameters.set("hand", encodeHand(hand));
   if (text !== null) parameters.set("text", text);
   const path = view === "station" ? `station/${station}/${direction}` : view;

@@ -8,9 +8,11 @@ import { count, number, quote, shapeOf, signed, visible } from "./format.js";
 import { entryOf, headingOf, operandsOf, unpack } from "./hand_terms.js";
 import { blankPicture } from "./heat_geometry.js";
 import { heat, numbered, positioned } from "./heatmap.js";
+import { asked, numberName } from "./hand_task.js";
 import { later } from "./later.js";
 import { button, caption, choice, chips, field, figureCell, ofBlock, rowHead, select, soft, table, tr } from "./parts.js";
 import { h } from "./render.js";
+import { countAnswer, countShown } from "./result_file.js";
 import { savedFigure } from "./save.js";
 
 const CLOSED = { name: "", row: null, column: null, head: null };
@@ -21,7 +23,6 @@ const BETWEEN = ["rho", "score", "scaled", "delta_causal", "delta_raw"]; // toke
 const OVER_VOCABULARY = ["a_12", "y_pred", "delta_12", "delta_0", "grad_w_11", "w_11"];
 const TABLES = ["w_tok", "grad_w_tok"]; // a row for every token of the vocabulary
 
-let question = "sum";
 let allDigits = false;
 /** @typedef {{ given: string[], attempts: number, verdict: any, shown: boolean }} Work */
 /** @type {Map<string, Work>} */
@@ -55,10 +56,10 @@ function opened(view, state, actions) {
     cell = cellOf(result, state.hand);
   const choose = (hand) => actions.select({ hand: { ...CLOSED, ...hand } });
   const entry = entryAt(result, cell, state, actions);
-  const key = JSON.stringify([state.overview.id, result.name, cell.row, cell.column, cell.head, question]);
+  const key = JSON.stringify([state.overview.id, result.name, cell.row, cell.column, cell.head, asked.question]);
   if (!works.has(key)) works.set(key, { given: ["", ""], attempts: 0, verdict: null, shown: false });
   const work = /** @type {Work} */ (works.get(key));
-  const hidden = question === "shape" && !work.shown;
+  const hidden = asked.question === "shape" && !work.shown;
   return [
     chips({
       label: "What to compute",
@@ -81,8 +82,8 @@ function opened(view, state, actions) {
             h("h4", { id: "hand-title" }, titleOf(result, cell, state)),
             entry.formula ? caption(h("code", entry.formula)) : null,
             matrices(result, cell, entry, { hidden, choose }, state, actions),
-            products(result, cell, entry, question !== "shape" && work.shown, state, actions),
-            asked(result, entry, work, state, actions),
+            products(result, cell, entry, asked.question !== "shape" && work.shown, state, actions),
+            questionOn(result, cell, entry, work, state, actions),
           ],
   ];
 }
@@ -292,9 +293,12 @@ function products(result, cell, entry, shown, state, actions) {
 
 // ── the question ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-function asked(result, entry, work, state, actions) {
-  const check = (/** @type {any} */ verdict) => {
+function questionOn(result, cell, entry, work, state, actions) {
+  const { question } = asked,
+    name = numberName(result.way, titleOf(result, cell, state), state);
+  const check = (/** @type {any} */ verdict, given = work.given.join(" ").trim()) => {
     Object.assign(work, { verdict, attempts: work.attempts + 1 });
+    countAnswer(name, verdict, given);
     if (verdict.right) work.shown = true;
     actions.redraw();
   };
@@ -303,7 +307,7 @@ function asked(result, entry, work, state, actions) {
     "div.hand-question",
     { key: `question ${question}` },
     choice("What to ask for", QUESTIONS, question, (key) => {
-      question = key;
+      asked.question = key;
       actions.redraw();
     }),
     { sum: sumForm, sign: signForm, shape: shapeForm }[question](result, entry, work, check, place),
@@ -314,7 +318,7 @@ function asked(result, entry, work, state, actions) {
     ),
     work.shown
       ? answer(result, entry)
-      : button("Show the answer", () => ((work.shown = true), actions.redraw()), { class: "small", id: "hand-show" }),
+      : button("Show the answer", () => ((work.shown = true), countShown(name), actions.redraw()), { class: "small", id: "hand-show" }),
   );
 }
 
@@ -351,7 +355,7 @@ function sumForm(result, entry, work, check, place) {
 
 function signForm(result, entry, work, check) {
   const sign = (/** @type {string} */ text, /** @type {number} */ x) =>
-    button(text, () => check(judgeSign(x, entry)), { "data-sign": x });
+    button(text, () => check(judgeSign(x, entry), text), { "data-sign": x });
   return h("div.walk", { role: "group", "aria-label": "The sign of the sum" }, sign("above 0", 1), sign("below 0", -1));
 }
 
@@ -377,7 +381,7 @@ function meaningOf({ name, way, shape }) {
 
 function answer({ symbol, shape }, { sum, value, count: n }) {
   const same = Math.abs(sum - value) <= 1e-4 * Math.max(Math.abs(value), 1e-30);
-  return question === "shape"
+  return asked.question === "shape"
     ? soft(`${symbol} is ${shapeOf(shape)}.`)
     : soft(
         `Sum of ${count(n, "product")}: `,

@@ -16,6 +16,7 @@ import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
 import { RequestError } from "./request_error.js";
+import { shareMenu } from "./share.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
@@ -49,6 +50,7 @@ function redraw() {
   render(find("tokens"), tokenStrip(state, actions));
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
+  render(find("share"), [shareMenu(state)]);
   drawMap(find("map"), state, actions);
   drawPlay(state, actions);
   const view = currentView(),
@@ -124,7 +126,7 @@ function readAddress(hash = location.hash) {
   Object.assign(state, {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
-    objective: here.objective, hand: here.hand,
+    objective: here.objective, exercise: here.exercise, hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
   state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));

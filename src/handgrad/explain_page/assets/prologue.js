@@ -7,6 +7,7 @@ import { button, caption, chips, field, foldable, rowHead, soft, viewHead } from
 import { numbers, TOKENS } from "./prologue_numbers.js";
 import { STATIONS, STEPS } from "./prologue_steps.js";
 import { h } from "./render.js";
+import { countAnswer, countShown } from "./result_file.js";
 import { symbolTable } from "./symbols.js";
 
 const NUMBERS = numbers();
@@ -102,11 +103,13 @@ function matrix({ name, of, rows, lit, hidden = [] }, known) {
 }
 
 function question(step, work, actions) {
-  const asked = step.ask(NUMBERS);
+  const asked = step.ask(NUMBERS),
+    name = `prologue, ${at + 1}: ${step.title}`;
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
     work.attempts += 1;
     work.verdict = judge(work.given.slice(0, asked.answer.length).map(typedNumber), asked, work.attempts);
+    countAnswer(name, work.verdict, work.given.join(" ").trim());
     actions.redraw();
   };
   const input = (/** @type {number} */ i) =>
@@ -143,7 +146,7 @@ function question(step, work, actions) {
     ),
     work.shown || verdict?.right
       ? h("p.soft", { id: "prologue-why" }, `${asked.why}.`)
-      : button("Show the answer", () => ((work.shown = true), actions.redraw()), { class: "small", id: "prologue-show" }),
+      : button("Show the answer", () => ((work.shown = true), countShown(name), actions.redraw()), { class: "small", id: "prologue-show" }),
   );
 }
 

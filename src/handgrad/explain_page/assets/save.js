@@ -42,7 +42,7 @@ export function saveMenu(about) {
 export const pythonMenu = (label, python) => menu(label, "as Python ▾", lines(python));
 
 /** @param {string} label @param {string} text @param {any} items */
-const menu = (label, text, items) =>
+export const menu = (label, text, items) =>
   h(
     "details.save",
     { onkeydown: closeOnEscape, ontoggle: closeWhenLeft },
@@ -57,7 +57,7 @@ const lines = (python) => [
 ];
 
 /** @param {string} text @param {(figure: Element) => Promise<any>} act */
-const item = (text, act) => button(text, (event) => run(event, act), { class: "small" });
+export const item = (text, act) => button(text, (event) => run(event, act), { class: "small" });
 
 /** A picture with its title, a heading if `tag` is one, and its menu.
  * @param {Saved & { class?: string, key?: string, tag?: string, attributes?: any }} about @param {...any} content */
@@ -114,10 +114,10 @@ export async function entriesOf(sentence, { name, head, rowIds: rows, columnIds:
 }
 
 /** @param {string} text @param {string} type */
-const address = (text, type) => URL.createObjectURL(new Blob([text], { type: `${type};charset=utf-8` }));
+export const address = (text, type) => URL.createObjectURL(new Blob([text], { type: `${type};charset=utf-8` }));
 
 /** @param {string} name @param {string} href */
-function download(name, href) {
+export function download(name, href) {
   const link = Object.assign(document.createElement("a"), { download: name, href });
   link.click();
   if (href.startsWith("blob:")) setTimeout(() => URL.revokeObjectURL(href), 10_000);

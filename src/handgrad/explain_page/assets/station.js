@@ -70,7 +70,7 @@ export const stationView = {
       view.parameters.length || view.frozen.length ? parameters(view, state, actions) : null,
       neurons ? neuronCard(neurons, state, actions) : null,
       code(station, state),
-      exerciseButtons(station, actions),
+      exerciseButtons(station, state, actions),
     ];
   },
 

@@ -25,7 +25,7 @@ export const firstToken = ({ objective, losses }) => objective.position ?? worst
 
 /** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
  * @param {{ label: string }[]} tokens @param {number} position */
-function context(tokens, position) {
+export function contextOf(tokens, position) {
   const enough = tokens[position].label.length > 1 ? 8 : 1; // letters: one word is little if tokens are words
   let text = "";
   for (let t = position; t >= 0 && text.length < 12; t--) {
@@ -56,9 +56,9 @@ export const storyView = {
     };
     const { unit } = state.table;
     return [
-      headline(context(tokens, position), row, aboutChoice(losses, position, unit)),
+      headline(contextOf(tokens, position), row, aboutChoice(losses, position, unit)),
       words(tokens, losses, position, choose, unit),
-      guesses(context(tokens, position), row, losses[position], state.preview ? undefined : position, unit),
+      guesses(contextOf(tokens, position), row, losses[position], state.preview ? undefined : position, unit),
       nextWord(positions.at(-1)),
       blame(position, state, actions),
     ];
@@ -99,8 +99,8 @@ function words(tokens, losses, position, choose, unit) {
       content: [h("b", visible(token.label)), h("small", p === null ? "–" : percent(p))],
       label:
         p === null
-          ? `${visible(token.label)}, the first token, not predicted`
-          : `${visible(token.label)} was predicted with ${percent(p)}`,
+          ? `${quote(token.label)}, the first token, not predicted`
+          : `${quote(token.label)} was predicted with ${percent(p)}`,
       style: i ? filled("size", 0.6 * (losses[i - 1] / most)) : null,
       data: { "data-link": tokenLink(i) },
     };
