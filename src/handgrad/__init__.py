@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .model.inspect.paths import path_map
     from .model.inspect.trace import Trace, trace
     from .model.passes.objective import LogitDifference, MeanLoss, PositionLoss
+    from .model.passes.preferences import DPO, GRPO, IPO, KTO, ORPO, RowLoss, SimPO
     from .per_example.measure import example_norms, example_products
     from .per_example.ranking import Influence, influence
     from .plan.thread_count import choose_threads
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "DPO",
     "GPT",
+    "GRPO",
+    "IPO",
+    "KTO",
+    "ORPO",
     "Attribution",
     "HandgradError",
     "Influence",
@@ -45,6 +51,8 @@ __all__ = [
     "Patch",
     "PatchMap",
     "PositionLoss",
+    "RowLoss",
+    "SimPO",
     "Trace",
     "align",
     "attribute",
@@ -75,6 +83,7 @@ _MODULE = {
     "GPT": "model.gpt", "ModelConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
     "LogitDifference": "model.passes.objective", "MeanLoss": "model.passes.objective",
     "PositionLoss": "model.passes.objective",
+    **dict.fromkeys(("DPO", "GRPO", "IPO", "KTO", "ORPO", "RowLoss", "SimPO"), "model.passes.preferences"),
     "Trace": "model.inspect.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
     "explain": "explain_page.notebook", "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.inspect.trace", "train": "api",

@@ -30,6 +30,7 @@ from handgrad.paper import (
     lora,
     loss,
     per_example,
+    preference,
     rmsnorm,
     rotary,
     scores,
@@ -142,6 +143,10 @@ CHOOSE, DELTA_SIGMOID = experts.choose, experts.delta_sigmoid
 DELTA_INPUT, DELTA_GATE = experts.delta_input, experts.delta_gate
 DELTA_BALANCE, DELTA_Z = experts.delta_balance, experts.delta_z_loss
 DELTA_CLAMPED, CLAMPED = gated.delta_clamped, gated.clamped
+DELTA_PREFERENCE, ATTEND, PREFIX_SIGNALS = preference.delta_logits, preference.attend, preference.prefix_signals
+DPO, DPO_C, IPO, IPO_C = preference.dpo, preference.dpo_c, preference.ipo, preference.ipo_c
+SIMPO, SIMPO_C, ORPO_C = preference.simpo, preference.simpo_c, preference.orpo_c
+KTO, KTO_C, KL, KL_C = preference.kto, preference.kto_c, preference.kl, preference.kl_c
 Activation = Callable[[torch.Tensor, str], torch.Tensor]
 
 
@@ -515,6 +520,52 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "a norm that does not center": (layernorm, "delta_prev", lambda delta, a_bar, sigma, w: (
         rmsnorm.delta_prev(delta, a_bar, sigma, w)
     ), FROM_10 | {"E-ln-dx", "X-ln-rowsum", "X-stack", "X-stream-rowsum", "R8", "R19", "L-center-bwd"}),
+    "a coefficient that is left out": (preference, "delta_logits", lambda y_pred, targets, c: (
+        DELTA_PREFERENCE(y_pred, targets, torch.ones_like(c))
+    ), {f"L-{loss}-bwd" for loss in ("dpo", "ipo", "simpo", "orpo", "kto", "grpo", "kl")}),
+    "a margin without the reference": (preference, "dpo", lambda s, ref, beta, smoothing=0.0: (
+        DPO(s, (0 * ref[0], 0 * ref[1]), beta, smoothing)
+    ), {"L-dpo-fwd", "L-dpo-bwd"}),
+    "a rejected answer that is chosen": (preference, "dpo_c", lambda *given: (DPO_C(*given)[0],) * 2, {"L-dpo-bwd"}),
+    "a margin of 1/β": (preference, "ipo", lambda m, ref, beta: IPO(m, ref, beta / 2), {"L-ipo-fwd", "L-ipo-bwd"}),
+    "a mean whose coefficient is that of a sum": (preference, "ipo_c", lambda m, ref, beta, n: IPO_C(m, ref, beta, (1, 1)), {
+        "L-ipo-bwd",
+    }),
+    "a target margin of the wrong sign": (preference, "simpo", lambda m, beta, gamma: SIMPO(m, beta, -gamma), {
+        "L-simpo-fwd", "L-simpo-bwd",
+    }),
+    "both answers with the length of the chosen one": (
+        preference, "simpo_c", lambda m, beta, gamma, n: SIMPO_C(m, beta, gamma, (n[0], n[0])), {"L-simpo-bwd"},
+    ),
+    "probabilities instead of odds": (preference, "odds", torch.exp, {"L-orpo-fwd", "L-orpo-bwd"}),
+    "odds whose slope is that of p": (preference, "orpo_c", lambda m, beta, n: tuple(
+        c * (1 - torch.exp(x)) for c, x in zip(ORPO_C(m, beta, n), m, strict=True)
+    ), {"L-orpo-bwd"}),
+    "a reference that is added": (preference, "kto", lambda s, ref, z, *given: KTO(s, -ref, z, *given), {
+        "L-kto-fwd", "L-kto-bwd",
+    }),
+    "an undesirable answer that is desired": (preference, "kto_c", lambda *given: KTO_C(*given).abs(), {"L-kto-bwd"}),
+    "a ratio without bounds": (preference, "grpo", lambda ell, old, a, clip: -a * torch.exp(ell - old), {
+        "L-grpo-fwd", "L-grpo-bwd",
+    }),
+    "bounds that stop every ratio outside": (preference, "grpo_c", lambda ell, old, a, clip: torch.where(
+        ((r := torch.exp(ell - old)) > 1 + clip[1]) | (r < 1 - clip[0]), 0 * r, r * a
+    ), {"L-grpo-bwd"}),
+    "a divergence of the reference from the model": (preference, "kl", lambda ell, ref, beta: KL(ref, ell, beta), {
+        "L-kl-fwd", "L-kl-bwd",
+    }),
+    "a divergence without the ratio": (preference, "corrected_kl", lambda ell, old, ref, beta: KL(ell, ref, beta), {
+        "L-kl-fwd", "L-kl-bwd",
+    }),
+    "a corrected divergence whose ratio is a constant": (
+        preference, "corrected_kl_c", lambda ell, old, ref, beta: torch.exp(ell - old) * KL_C(ell, ref, beta), {"L-kl-bwd"},
+    ),
+    "a branch that does not see its prefix": (preference, "attend", lambda q, k, v: ATTEND(q, k[-len(q):], v[-len(q):]), {
+        "L-prefix-fwd", "L-prefix-bwd",
+    }),
+    "a prefix with the signals of one branch": (
+        preference, "prefix_signals", lambda p, signals: PREFIX_SIGNALS(p, signals[-1:]), {"L-prefix-bwd"},
+    ),
     "an overwriting scatter": (embedding, "grad_w", overwriting, {"E-embed-dw", "T3-wtok", "R9", "L-embed-bwd"}),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ def test_chunking_and_recompute_give_same_gradients(
     tokens, targets = make_batch(model, lengths, ignored=ignored)
     recorded = hg.trace(model, tokens, targets, lengths)  # in one chunk, with the queries of every row
     loss = model.loss(tokens, targets, lengths)
-    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr("handgrad.model.network.TOKENS_AT_ONCE", at_once)
     assert model.loss_and_grads(tokens, targets, lengths, recompute=recompute) == pytest.approx(
         recorded.loss, rel=1e-13
     )
@@ -34,7 +34,7 @@ def test_chunking_and_recompute_give_same_gradients(
 def test_finished_hook_gets_each_parameter_once_with_final_gradient(
     tied: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr("handgrad.model.network.TOKENS_AT_ONCE", 8)
     model = make_model(n_blocks=3, tied=tied)
     tokens, targets = make_batch(model, [5, 6, 7])
     seen: dict[torch.nn.Parameter, torch.Tensor] = {}

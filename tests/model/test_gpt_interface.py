@@ -142,7 +142,7 @@ def test_nan_in_head_is_named_and_leaves_no_gradient(tied: bool) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 def test_partial_gradients_are_discarded_on_error(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr("handgrad.model.network.TOKENS_AT_ONCE", 8)
     model = make_model(n_blocks=2)
     tokens, targets = make_batch(model, [8, 8, 16], ignored=0)
     with torch.no_grad():

@@ -19,7 +19,29 @@ from handgrad.proof.reference_model import ReferenceModel
 
 LIMIT = 1e-10
 LENGTHS = [6, 4]
-OBJECTIVES = [MEAN_LOSS, hg.PositionLoss(2), hg.LogitDifference(8, 3, 7)]
+
+
+def squares(log_p: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_t (1 + i) log² p_t of sequence i"""
+    return ((1 + sequence) * log_p**2).sum(), -2 * (1 + sequence) * log_p
+
+
+REFERENCE, SAMPLED = (-2 + torch.randn(2, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)).unbind()
+ADVANTAGES = torch.tensor([0.7, -1.1])
+OBJECTIVES: list[Objective] = [
+    MEAN_LOSS,
+    hg.PositionLoss(2),
+    hg.LogitDifference(8, 3, 7),
+    hg.DPO(reference=REFERENCE, smoothing=0.1, sft=0.3),
+    hg.IPO(reference=REFERENCE, beta=0.4),
+    hg.SimPO(),
+    hg.ORPO(),
+    hg.KTO(reference=REFERENCE, desirable=torch.tensor([False, True]), z=0.2, weights=(1.0, 1.3)),
+    hg.GRPO(advantages=ADVANTAGES, sampled=SAMPLED, reference=REFERENCE, beta=0.1),
+    hg.GRPO(advantages=-ADVANTAGES, sampled=SAMPLED, reference=REFERENCE, beta=0.1, corrected=False, per="completion"),
+    hg.GRPO(advantages=ADVANTAGES, sampled=SAMPLED, per="longest", longest=9),
+    hg.RowLoss(squares),
+]
 PUBLIC = {x for x in map(partial(getattr, hg), hg.__all__) if isinstance(x, type) and issubclass(x, Objective)}
 LLAMA: dict[str, Any] = {"preset": "nano-llama", "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_hidden": 20}
 MODELS: dict[str, dict[str, Any]] = {

@@ -54,7 +54,7 @@ def train_with_separate_step(
 def test_optimizer_in_backward_matches_separate_step(
     name: str, clip: float | None, recompute: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", 16)  # several chunks, so that gradients accumulate
+    monkeypatch.setattr("handgrad.model.network.TOKENS_AT_ONCE", 16)  # several chunks, so that gradients accumulate
     shape = {"n_blocks": 3, "tied": tied, "logits_bias": True}
     one, two = make_model(**shape), make_model(**shape)
     norms = train_with_separate_step(one, OPTIMIZERS[name], clip, steps=3)

@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from handgrad import optim
 from handgrad.display.plan_table import tables
 from handgrad.kernels import library
 from handgrad.lora.patterns import split_names
+from handgrad.model.names import block_of, without_block
+from handgrad.model.passes.options import PassOptions
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
 from handgrad.plan.memory import saved_per_token
+from handgrad.plan.outline import linear_layers
 from handgrad.plan.parameters import target_ranks
 from handgrad.plan.timing import Forecast, Peak, best_of, predict, too_large
 from handgrad.proof.oracles import count_multiply_adds
@@ -90,6 +94,35 @@ def test_flop_of_rows_without_a_target_are_excluded() -> None:
     counted = count_multiply_adds(lambda: model.loss_and_grads(tokens, targets))
     assert counted == (forward + backward) // 2 - (8 + 20) * pairs + tile
     assert forward + backward < sum(flop(model.config, Work.of(16, model.config), {}))
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("targets", ["", "c_attn,lm_head"])
+def test_flop_of_common_prefixes_are_counted_once(targets: str, recompute: str) -> None:
+    """Every row of a prefix once; the head reads it again for each target that follows it."""
+    model = make_model(n_blocks=3)
+    common, ends = torch.arange(8), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    rows = [torch.cat([common, end]) for end in ends]
+    answers = [torch.cat([torch.full((7,), -100), x[8:], x[:1]]) for x in rows]
+    batch = torch.cat(rows), torch.cat(answers), [12, 12]
+    ranks: dict[str, int] = {}
+    if targets:
+        hg.lora.inject(model, 2, targets=split_names([targets]))
+        ranks = dict.fromkeys(hg.lora.adapters_of(model), 2)
+    options = PassOptions(share=True)
+    pieces = model.prepare(model.pack(batch[0], batch[2]), batch[1], options=options).pieces
+    work = Work.of_pieces(pieces, model.config)
+    pairs, own = 8 * 9 // 2 + 2 * (9 + 10 + 11 + 12), 8 + 2 * (9 + 10 + 11 + 12)
+    assert work == Work(16, 9, {None: pairs}, {None: own}, read_again=1)
+    alone = replace(work, pairs={None: 0}, row_pairs={None: 0})
+    planned = sum(flop(model.config, alone, ranks, recompute)) // 2
+    again, layers = 0, linear_layers(model.config)  # a branch computes a d twice
+    for name in ranks:
+        layer = layers[without_block(name)]
+        needed = 10 if name == "lm_head" else 9 if block_of(name) == 2 and not layer.every_row else 16
+        again += needed * 2 * layer.f_in
+    run = lambda: model.loss_and_grads(*batch, share=True, recompute=recompute)  # noqa: E731
+    assert count_multiply_adds(run, batched=False) == planned + again
 
 
 def test_work_of_a_batch() -> None:

@@ -23,7 +23,7 @@ from handgrad.model.inspect.trace import Trace
 from handgrad.model.passes.objective import MeanLoss, Objective, PositionLoss, TargetRows
 from handgrad.model.steps import Step
 from handgrad.model.storage.packed import Packed
-from handgrad.ops import lora, packed
+from handgrad.ops import attention, lora, packed
 from handgrad.proof import paths
 
 LENGTHS = [9, 4]
@@ -160,6 +160,55 @@ def test_each_objective(objective: Objective) -> None:
     report = hg.verify(model, *make_batch(model, LENGTHS, ignored=0.0), LENGTHS, objective=objective)
     assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
     assert "Not checked: norms of examples and the optimizer in backward" in str(report)
+
+
+REFERENCE = -2 + torch.randn(2, 42, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+FOUR = torch.tensor([0.7, -1.1, 0.2, -0.4])
+OF_COMPLETIONS: list[Objective] = [
+    hg.DPO(reference=REFERENCE[0], smoothing=0.1, sft=0.3),
+    hg.IPO(reference=REFERENCE[0]),
+    hg.SimPO(),
+    hg.ORPO(),
+    hg.KTO(reference=REFERENCE[0], desirable=FOUR > 0, z=0.2),
+    hg.GRPO(advantages=FOUR, sampled=REFERENCE[0], reference=REFERENCE[1], beta=0.1),
+    hg.RowLoss(lambda log_p, sequence: ((log_p**2).sum(), -2 * log_p)),
+]
+
+
+def pairs(model: hg.GPT) -> tuple[Tensor, Tensor, list[int]]:
+    """Two pairs of completions, each with the prompt of its pair."""
+    prompts = torch.randint(model.config.n_vocab, (2, 8), generator=torch.Generator().manual_seed(2))
+    lengths = [12, 9, 11, 10]
+    tokens, targets = (list(torch.split(x, lengths)) for x in make_batch(model, lengths, ignored=0.0))
+    for i, (ids, wanted) in enumerate(zip(tokens, targets, strict=True)):
+        ids[:8], wanted[:6] = prompts[i // 2], -100
+    return torch.cat(tokens), torch.cat(targets), lengths
+
+
+@pytest.mark.parametrize("objective", OF_COMPLETIONS, ids=lambda x: type(x).__name__)
+@pytest.mark.some_cases(3)
+def test_each_objective_of_completions(objective: Objective) -> None:
+    model = make_model()
+    report = hg.verify(model, *pairs(model), objective=objective)
+    assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
+    assert {c.id for c in report} >= PREFIXES
+
+
+PREFIXES = {f"gradients, {kind} prefixes computed once" for kind in ("common", "nested")}
+
+
+def test_a_prefix_with_the_signals_of_one_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_the_last(x: Tensor, into: Tensor, sources: list[slice]) -> None:
+        start = 0
+        for rows in sources:
+            stop = start + rows.stop - rows.start
+            into[rows] = x[start:stop]
+            start = stop
+
+    monkeypatch.setattr(attention, "sum_into_sources", of_the_last)
+    model = make_model()
+    report = hg.verify(model, *pairs(model), objective=hg.SimPO())
+    assert {c.id for c in report.failed} == PREFIXES
 
 
 def test_an_objective_that_reads_another_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """handgrad finetune, merge and convert from the command line; results are loaded by peft and transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,47 @@ def test_resume_is_bit_identical(workdir: Path, options: list[object]) -> None:
     file = "model.safetensors" if "--full" in options else "adapter_model.safetensors"
     a, b = (load_file(workdir / name / "checkpoints" / "step-00000009" / file) for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+SYSTEM = [
+    {"prompt": f"Answer briefly and well. {i}+{i}=", "completion": f"{2 * i} bottles"[: 4 + i % 6]} for i in range(20)
+]
+
+
+def test_what_examples_have_in_common_is_computed_once(workdir: Path) -> None:
+    """The weights are those of a run that does not share, up to rounding; one that was begun without sharing, by a version
+    that did not know it, goes on without."""
+    write_lines("data.jsonl", *SYSTEM)
+    quick = ["--dtype", "float64", "--batch-examples", 5, "--sample-tokens", 0, "--steps", 3, "--rank", 2]
+    once = succeed(*FINETUNE, "--out", "once", *quick)
+    alone = succeed(*FINETUNE, "--out", "alone", "--no-share-prefixes", *quick)
+    said = re.search(r"data: (\d+) % of the tokens are prefixes that examples of a batch have in common", once.stdout)
+    assert said is not None and "in common" not in alone.stdout
+    runs = {name: json.loads(Path(name, "run.json").read_text()) for name in ("once", "alone")}
+    assert [run["training"]["share_prefixes"] for run in runs.values()] == [True, False]
+    found = finetune.prepare(finetune_options(dtype="float64"), Ranks(), Silent(Console()), None)
+    sequences = [found.training.batch(i, 5) for i in range(0, found.training.per_epoch - 4, 5)]
+    saved = 1 - sum(sum(len(p.ids) for p in found.pieces(*x)) for x in sequences) / sum(len(x[0]) for x in sequences)
+    assert runs["once"]["shared_tokens"] == saved > 0.4 and int(said[1]) == round(100 * saved)
+    assert "tokens in common prefixes, computed once" in Path("once/report.html").read_text()
+    weights = [adapter_weights(Path(name, "adapter")) for name in runs]
+    assert max(relative_error(weights[0][name], x) for name, x in weights[1].items()) < 1e-9
+    others = finetune.prepare(finetune_options(dtype="float64", share_prefixes=False), Ranks(), Silent(Console()), None)
+    plans = plan_job(found), plan_job(others)
+    assert plans[0].forward_flop < 0.7 * plans[1].forward_flop and plans[0].bytes_saved < plans[1].bytes_saved
+    del runs["alone"]["training"]["share_prefixes"]
+    Path("alone/run.json").write_text(json.dumps(runs["alone"]))
+    succeed("finetune", "--resume", "--out", "alone", "--steps", 4)
+    assert json.loads(Path("alone/run.json").read_text())["training"]["share_prefixes"] is False
+    message = error_of("finetune", "--resume", "--out", "alone", "--share-prefixes", "--steps", 5)
+    assert "cannot change when a run is resumed" in message
+
+
+def test_nothing_is_shared_with_dropout(workdir: Path) -> None:
+    """A row that stands for several examples would have one mask for all of them."""
+    write_lines("data.jsonl", *SYSTEM)
+    job = finetune.prepare(finetune_options(dropout=0.1), Ranks(), Silent(Console()), None)
+    assert not job.options.share_prefixes and job.sharing is None
 
 
 def test_muon_is_named_and_planned(workdir: Path) -> None:

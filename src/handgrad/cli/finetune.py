@@ -53,6 +53,8 @@ OPTIONS: Options = {
         "min_lr": "Final learning rate. [default: 0]",
         "warmup": "Steps of linear warm-up. [default: 20, at most a tenth of the run]",
         **COMMON_OPTIMIZATION,
+        "share_prefixes": "Compute what examples of a batch begin with in common, such as a system prompt, once: the same"
+        " gradients up to rounding. Without effect with --dropout. [default: on]",
         "seed": "Seed of the adapters, of the order of the examples, and of dropout.",
     },
     "Logging and checkpoints": COMMON_LOGGING

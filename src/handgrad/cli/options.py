@@ -98,6 +98,8 @@ def _parameter(panel: str, name: str, text: str, hint: Any, default: Any) -> ins
     if default not in (None, (), "") and not isinstance(default, bool):
         shown = ",".join(default) if isinstance(default, tuple) else default
         text += f" [default: {number(shown) if isinstance(shown, float) else shown}]"
-    option = typer.Option("--" + name.replace("_", "-"), help=text, rich_help_panel=panel)
+    word = name.replace("_", "-")
+    flag = f"--{word}/--no-{word}" if default is True else f"--{word}"
+    option = typer.Option(flag, help=text, rich_help_panel=panel)
     annotation = Annotated[Optional[kind], option]  # type: ignore[valid-type]  # noqa: UP045
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -164,7 +164,7 @@ class Board(Lines):
 
 
 def describe(job: Job) -> list[str]:
-    """Two lines about a job: its model, and how it is trained."""
+    """Lines about a job: its model, how it is trained, and what its examples have in common."""
     o, r, m = job.options, job.recipe, job.model.config
     total, trained = job.model.size, sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     until = plural(r.steps, "step") if r.steps else plural(r.minutes or 0, "minute")
@@ -177,6 +177,7 @@ def describe(job: Job) -> list[str]:
         f"model: {plural(total, 'parameter')}, {shape}{part}",
         f"training: {until} of {job.training.describe_size(job.batch)}, {o.optimizer}, lr {number(r.lr)},"
         f" {'mixed precision' if job.model.operand is not None else o.dtype}",
+        *([f"data: {job.sharing}"] if job.sharing is not None else []),
     ]
 
 

@@ -15,6 +15,7 @@ from . import (  # noqa: F401   importing a file registers its checks
     beyond_experts,
     beyond_gated,
     beyond_grouped,
+    beyond_preference,
     beyond_rotary,
     beyond_scores,
     embedding,

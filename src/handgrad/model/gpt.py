@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
-from .layers.linear import Linear, freeze
+from .layers.linear import freeze
 from .logits import Logits
 from .network import Network
+from .passes import prefixes
 from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
-from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
+from .passes.batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
-from .passes.objective import MEAN_LOSS, MeanLoss, Objective, PositionLoss
+from .passes.objective import MEAN_LOSS, TEXT_LOSS, MeanLoss, Objective, PositionLoss, RowObjective
 from .passes.options import DEFAULTS, Finished, PassOptions, no_hook
-from .passes.readout import Ending, readout, row_groups, target_rows
+from .passes.readout import log_probabilities, normalized, readout, value_of
 from .passes.router_losses import RouterLosses, routers_for
 from .storage.weights import Weights
 
@@ -94,23 +95,41 @@ class GPT(Network):
 
     @torch.no_grad()
     def loss(
-        self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, *, objective: Objective = MEAN_LOSS
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None = None,
+        *,
+        objective: Objective = MEAN_LOSS,
+        share: bool = False,
     ) -> float:
-        """The mean loss over the targets ≠ −100, or the value of another objective, without gradients."""
-        options = PassOptions(tokens_at_once=TOKENS_AT_ONCE)
+        """The mean loss over the targets ≠ −100, or the value of another objective, without gradients. `share`: prefixes
+        that sequences have in common are computed once."""
+        options = PassOptions(tokens_at_once=TOKENS_AT_ONCE, share=share)
         work = self.prepare(self.pack(tokens, lengths), targets, objective, options=options, training=False)
         state = self.forward_pass(work, lowest=len(self.blocks))
-        total = 0.0
         with self.weights(self.head) as weights:
-            run = PLAIN._replace(weights=weights)
+            run = PLAIN._replace(weights=weights, operand=self.operand)
+            pieces = zip(work.pieces, state.a_10, strict=True)
+            return sum(value_of(self.ending(), a, piece, work.objective, run) for piece, a in pieces) / work.n_targets
+
+    @torch.no_grad()
+    def log_probabilities(
+        self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, *, share: bool = True
+    ) -> Tensor:
+        """log p of every target, in the shape of the targets, float64; 0 where there is none. Prefixes that sequences have
+        in common are computed once."""
+        options = PassOptions(tokens_at_once=TOKENS_AT_ONCE, share=share)
+        batch = self.pack(tokens, lengths)
+        work = self.prepare(batch, targets, TEXT_LOSS, options=options, training=False)
+        state = self.forward_pass(work, lowest=len(self.blocks))
+        found = torch.zeros(len(batch.ids), dtype=torch.float64, device=self.device)
+        with self.weights(self.head) as weights:
+            run = PLAIN._replace(weights=weights, operand=self.operand)
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
-                needed = a_10 if len(a_10) == len(piece.rows) else a_10[piece.rows]
-                a_11 = self.final_norm.forward(needed, self.operand)[0]
-                for rows in row_groups(len(piece.targets), self.head):
-                    y = self.logit_map.forward(self.head.forward(a_11[rows], run))
-                    summed = objective.forward(y, target_rows(piece, rows))
-                    total += self.check_finite(summed).item()
-        return total / work.n_targets
+                a_11 = normalized(self.ending(), a_10, piece, run)
+                found[piece.numbered] = log_probabilities(self.ending(), a_11, piece.targets, run)
+        return found.view(targets.shape)
 
     @torch.no_grad()
     def loss_and_grads(
@@ -201,23 +220,25 @@ class GPT(Network):
         with_routers = self.config.router_losses and objective.routers and training
         at_once = math.inf if complete else options.tokens_at_once or self.tokens_at_once()
         chosen = check_targets(batch, objective.select(targets, self.config.n_vocab), self.config)
-        pieces = split(batch, chosen, at_once, seed, every=with_routers)
-        own = sum(len(piece.targets) for piece in pieces)
-        n_targets = count_targets(pieces, n_targets if own or not complete else None)
+        objective = objective.of(batch.lengths, chosen)
+        # Δ of a shared row sums over examples, a router counts rows, and an observer is shown sequences
+        alone = complete or with_routers or options.examples is not None or options.observer is not None
+        share = options.share and not alone and self.shares_prefixes(batch.lengths)
+        new = prefixes.new_tokens(batch.ids, batch.lengths) if share else batch.lengths
+        if new != batch.lengths and options.tokens_at_once is None:
+            at_once *= 2  # every piece computes a prefix again
+        pieces = split(batch, chosen, at_once, seed, every=with_routers, unit=objective.unit, new=new)
+        own = objective.count(batch.lengths, sum(len(piece.targets) for piece in pieces))
+        n_targets = count_targets(own, n_targets if own or not complete else None)
         routers = routers_for(self.config, len(batch.ids), n_targets != own, options) if with_routers else None
         if options.examples is not None:
-            if options.examples.needs_losses and type(objective) not in (MeanLoss, PositionLoss):
+            losses = type(objective) in (MeanLoss, PositionLoss)
+            if not losses and (options.examples.needs_losses or isinstance(objective, RowObjective)):
                 raise HandgradError(
-                    f"ExampleNorms measures losses, not {type(objective).__name__}: leave objective out"
+                    f"gradients of examples are of losses, not of {type(objective).__name__}: leave objective out"
                 )
             self._begin_examples(options.examples, pieces, n_targets, len(batch.lengths))
         return Work(pieces, n_targets, objective, complete, routers)
-
-    def tokens_at_once(self) -> int:
-        """Tokens of a piece, unless a call gives another number."""
-        if self.adapter is None or any(isinstance(x, Linear) and x.trains for x in self.modules()):
-            return TOKENS_AT_ONCE
-        return FROZEN_AT_ONCE
 
     def _begin_examples(self, examples: ExampleGradients, pieces: list[Piece], n_targets: int, count: int) -> None:
         """Prepare the measurement of a batch's examples."""
@@ -269,7 +290,7 @@ class GPT(Network):
     def forward_pass(self, work: Work, options: PassOptions = DEFAULTS, lowest: int | None = None) -> ForwardState:
         """a_0 → a_10 of every piece. Saves each block's activations from `lowest` on, or its input if it is recomputed."""
         if lowest is None:
-            lowest = 0 if work.complete else self._lowest()
+            lowest = 0 if work.complete else self.lowest_block()
         recompute, pieces = options.recomputes, work.pieces
         if recompute:
             trim_heap()  # what the last step, or the optimizer, has left free
@@ -350,19 +371,16 @@ class GPT(Network):
         finished(every_layer[-1])
         return value
 
-    def ending(self) -> Ending:
-        """What follows the last block."""
-        return Ending(self.final_norm, self.head, self.logit_map, self.check_finite)
-
     def _pass(self, i: int, j: int, state: ForwardState, weights: Weights) -> Pass:
         """The arguments of block i for piece j. The last block computes only the rows that have a target, unless
         its router has losses, which are of all rows."""
         piece, complete = state.work.pieces[j], state.work.complete
         last, routers = i == len(self.blocks) - 1, state.work.routers if self.config.sparse_block(i) else None
         some = last and not complete and self.config.leaves_rows_out(i)
-        query_rows = piece.rows if some and 0 < len(piece.rows) < len(piece.ids) else None
+        needed = piece.needed if some else piece.rows
+        query_rows = needed if some and 0 < len(needed) < len(piece.ids) else None
         return Pass(
-            attention.spans_of(piece.lengths, query_rows),
+            attention.spans_of(piece.lengths, query_rows, piece.parents),
             query_rows,
             complete or i > state.lowest or self.embeddings_train(),
             piece.dropout_seed,
@@ -373,12 +391,6 @@ class GPT(Network):
             examples=_examples_of(piece, state),
             routers=routers,
         )
-
-    def _lowest(self) -> int:
-        """The first block that the backward pass has to visit."""
-        if self.embeddings_train():
-            return 0
-        return next((i for i, block in enumerate(self.blocks) if block.trains), len(self.blocks))
 
 
 def _examples_of(piece: Piece, state: ForwardState) -> PieceExamples | None:

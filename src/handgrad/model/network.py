@@ -24,6 +24,8 @@ from .layers.linear import Affine, Embedding, Head, Linear, freeze
 from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
 from .passes.arguments import Rotations
+from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE
+from .passes.readout import Ending
 from .precision import check_precision, why_not_mixed
 from .storage.weights import STORED, Scratch, Weights
 
@@ -285,6 +287,30 @@ class Network(Parts):
             others = rotary.angles(positions, of(long=True)[0], factor)
             cos, sin = (torch.where(long, other, x) for other, x in zip(others, (cos, sin), strict=True))
         return cos, sin
+
+    def shares_prefixes(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences of these lengths may have a prefix in common that is computed once: not if its frequencies
+        depend on their lengths, or if a convolution reads the rows before a branch."""
+        c = self.config
+        scaled = [table.scaling for table in c.rotary_tables() if table.scaling.rope_type == "longrope"]
+        limits = [n for scaling in scaled if (n := scaling.original_max_position_embeddings) is not None]
+        return c.causal and not c.conv_blocks and max(lengths) <= min(limits, default=c.n_context)
+
+    def tokens_at_once(self) -> int:
+        """Tokens of a piece, unless a call gives another number."""
+        if self.adapter is None or any(isinstance(x, Linear) and x.trains for x in self.modules()):
+            return TOKENS_AT_ONCE
+        return FROZEN_AT_ONCE
+
+    def ending(self) -> Ending:
+        """What follows the last block."""
+        return Ending(self.final_norm, self.head, self.logit_map, self.check_finite)
+
+    def lowest_block(self) -> int:
+        """The first block that the backward pass has to visit."""
+        if self.embeddings_train():
+            return 0
+        return next((i for i, block in enumerate(self.blocks) if block.trains), len(self.blocks))
 
     def dropout_seed(self, seed: int | None) -> int | None:
         """The dropout seed of a pass; None if no layer drops anything."""

@@ -14,6 +14,9 @@ such as ρᵗ Δ also sums over the group.
 s = σ q kᵗ; with a `cap` c tanh(s/c) takes the place of s, so Δ_s = Δ_causal ∘ (1 − tanh²(s/c)). A head may have a sink, a
 learned score b without a key, in the denominator of its softmax: lse' = log(exp lse + exp b), a' = a exp(lse − lse'), and
 with these the backward pass is unchanged, since the sink's value is 0; ∂b = −Σ_t exp(b − lse'_t) (Δ_t ⊖ a'_t).
+
+Sequences that share a prefix may have it once in the stream: a span then names the rows `before` its own. Its queries see
+keys [prefix | own], and Δ_k and Δ_v of the prefix are the sums over all spans that see it.
 """
 
 import math
@@ -32,6 +35,7 @@ from ._scores import attend_with_mask as attend_with_mask
 from ._scores import scores_of as scores_of
 from ._spans import Span as Span
 from ._spans import Spans as Spans
+from ._spans import joined, sum_into_sources, without_prefixes
 from ._spans import spans_of as spans_of
 
 FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more than 1e-4 of its value
@@ -51,6 +55,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None
 ) -> tuple[Tensor, Saved]:
     """a^h = softmax(mask(q kᵗ/√d_ρ)) v for every head and every sequence   (18), (34)"""
+    if any(span.before for span in spans):
+        spans, sources = without_prefixes(spans)
+        a, saved = forward(q, joined(k, sources), joined(v, sources), spans, scores, sinks)
+        return a, saved._replace(k=k, v=v)  # the copies of a prefix are made again
     _check(q, k, v, scores)
     a = v.new_empty(*q.shape[:2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=at_least_float32(v.dtype), device=v.device)
@@ -88,6 +96,14 @@ def backward(
     """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, the last two summed over the query heads that share
     a key, written `into` tensors of their shapes"""
     k, a, lse = saved.k, saved.a, saved.lse
+    if any(span.before for span in spans):
+        spans, sources = without_prefixes(spans)
+        copied = saved._replace(k=joined(k, sources), v=joined(saved.v, sources))
+        parts = [into[i].new_empty(len(copied.k), *into[i].shape[1:]) for i in (1, 2)]
+        backward(delta, copied, spans, (into[0], parts[0], parts[1]), scores)
+        for target, part in zip(into[1:], parts, strict=True):
+            sum_into_sources(part, target, sources)
+        return
     if _rows_in(span.queries for span in spans) < len(saved.q):
         into[0].zero_()
     if _rows_in(span.keys for span in spans) < len(k):

@@ -1,5 +1,6 @@
 """Section 1: softmax with cross-entropy, and Δ_12 = y_pred − y_gt. Ignored targets and 1/(number of targets) are handled
 here only.
+Other losses are functions of log y_pred(t)[target], with a coefficient for each row: Δ_12(t) = c_t (y_pred − y_gt).
 
     a_12  logits  (n, V)      targets  (n), all of them ids: the caller removes rows without a target
 """
@@ -37,6 +38,18 @@ def forward_and_delta(logits: Tensor, targets: Tensor, weight: float) -> tuple[T
     total -= torch.amax(y_pred, 1).log().double().sum()
     y_pred.scatter_add_(1, target, y_pred.new_full(target.shape, -1.0))
     return total, y_pred.mul_(weight).to(logits.dtype)
+
+
+def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """log y_pred(t)[target] (n), in float64; a target that is −∞ has −∞"""
+    wide = _wide(logits)
+    return wide.gather(1, targets[:, None])[:, 0].double() - torch.logsumexp(wide, 1).double()
+
+
+def weighted_delta(logits: Tensor, targets: Tensor, c: Tensor) -> Tensor:
+    """Δ_12(t) = c_t (y_pred − y_gt), computed in place of the logits"""
+    delta = forward_and_delta(_wide(logits), targets, 1.0)[1]
+    return delta.mul_(c[:, None].to(delta.dtype)).to(logits.dtype)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class OptimizerInBackward:
 
     clip        largest global norm of the gradient; measuring it costs a second backward pass (None or 0: no clipping)
     recompute   "blocks": save only each block's input and recompute the block in the backward pass
+    share       compute prefixes that sequences have in common once
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class OptimizerInBackward:
         clip: float | None = None,
         recompute: str = "blocks",
         combine: Finished = no_hook,
+        share: bool = False,
     ):
         if clip is not None and not (type(clip) in (int, float) and clip >= 0):
             raise HandgradError(f"clip must be a number of at least 0, or None for no clipping, not {clip!r}")
@@ -42,6 +44,7 @@ class OptimizerInBackward:
         self.combine = combine  # sums the gradients of several processes before they are used
         self.clip = clip
         self.recompute = recompute
+        self.share = share
         self.optimizers: dict[nn.Parameter, Optimizer] = {}  # by each parameter of a layer
         for layer in model.layers():
             trained = [p for p in layer if p.requires_grad]
@@ -68,7 +71,9 @@ class OptimizerInBackward:
                 "examples=ExampleNorms() fills no gradient to update with: give ExampleNorms(grads=True)"
             )
         model = self.model
-        options = PassOptions(recompute=self.recompute, seed=seed, examples=examples, routers=routers)
+        options = PassOptions(
+            recompute=self.recompute, seed=seed, examples=examples, routers=routers, share=self.share
+        )  # fmt: skip
         work = model.prepare(model.pack(tokens, lengths), targets, n_targets=n_targets, options=options)
         _free_gradients(model.parameters())  # drop gradients of an earlier call
         state = model.forward_pass(work, options)

@@ -73,6 +73,7 @@ class Plan:
     bytes_temporary: int  # buffers of the logits, of a block's backward pass, or of an update in bfloat16
     bytes_cache_per_token: int
 
+    piece: int = 0  # tokens that are processed at once
     rows: int = 0  # tokens of a sequence that have a target
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
@@ -83,11 +84,6 @@ class Plan:
     @property
     def precision(self) -> str:
         return MIXED if self.mixed else self.dtype
-
-    @property
-    def piece(self) -> int:
-        """Tokens that are processed at once."""
-        return tokens_per_piece(self.batch, self.tokens, adapted=bool(self.ranks))
 
     @property
     def bytes_peak(self) -> int:
@@ -110,6 +106,7 @@ def make_plan(
     extra: int = 0,
     kinds: Kinds | None = None,
     rows: int | None = None,
+    piece: int | None = None,
     mixed: bool = False,
     optimizer: str = "AdamW",
 ) -> Plan:
@@ -121,6 +118,7 @@ def make_plan(
     extra           its trainable parameters besides the factors: magnitudes, modules_to_save
     kinds           types of the matrices that stay packed, by name
     rows            how many tokens of a sequence have a target (default: all)
+    piece           tokens that are processed at once (default: as `GPT.loss_and_grads` groups whole sequences)
     mixed           compute in mixed precision
     optimizer       name of an optimizer of torch.optim; of `extra`, Muon is counted as moving nothing
     """
@@ -162,7 +160,7 @@ def make_plan(
     of_maps = sum(prod(shape) * count for shape, count in maps.items())
     size = BYTES[dtype]
     head_trains = not ranks or config.table.names["head"] in ranks
-    piece = tokens_per_piece(batch, tokens, adapted=bool(ranks))
+    piece = tokens_per_piece(batch, tokens, adapted=bool(ranks)) if piece is None else piece
     unpacked = unpacked_kinds(kinds, mixed)
     of_block, of_head = buffers(config, unpacked)
     of_buffers = (of_block / 2, of_head / 2) if mixed else (of_block, of_head)
@@ -191,6 +189,7 @@ def make_plan(
         bytes_saved=bytes_saved,
         bytes_temporary=max(bytes_temporary, update - bytes_saved),
         bytes_cache_per_token=size * cached_per_token(config),
+        piece=piece,
         rows=tokens if rows is None else rows,
         ranks=ranks,
         kinds=kinds,

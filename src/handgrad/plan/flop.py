@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
+from ..model.passes.batch import Piece
 from ..ops.loss import NO_TARGET
 from .outline import LinearLayer, layers_of_block
 from .parameters import Ranks
@@ -23,6 +24,7 @@ class Work:
     rows: int  # tokens with a target: the last block and the head compute only these
     pairs: Pairs
     row_pairs: Pairs  # whose query has a target
+    read_again: int = 0  # by the head: a row of a common prefix has the targets of several sequences
 
     @staticmethod
     def of(length: int, config: ModelConfig, rows: int | None = None) -> "Work":
@@ -34,7 +36,7 @@ class Work:
     def times(self, n: int) -> "Work":
         """The work of n such batches."""
         pairs, row_pairs = ({window: n * x for window, x in y.items()} for y in (self.pairs, self.row_pairs))
-        return Work(n * self.tokens, n * self.rows, pairs, row_pairs)
+        return Work(n * self.tokens, n * self.rows, pairs, row_pairs, n * self.read_again)
 
     @staticmethod
     def of_batch(targets: Tensor, lengths: Sequence[int] | None, config: ModelConfig) -> "Work":
@@ -49,6 +51,19 @@ class Work:
             seen = keys if window is None else keys.clamp(max=window)
             pairs[window], row_pairs[window] = int(seen.sum()), int(seen[has_target].sum())
         return Work(len(length), int(has_target.sum()), pairs, row_pairs)
+
+    @staticmethod
+    def of_pieces(pieces: Sequence[Piece], config: ModelConfig) -> "Work":
+        """The work of pieces, in which common prefixes are computed once."""
+        needed = [piece.needed for piece in pieces]
+        keys = torch.cat([piece.positions for piece in pieces]) + 1
+        of_rows = torch.cat([piece.positions[rows] for piece, rows in zip(pieces, needed, strict=True)]) + 1
+        windows = {config.window_of(i) for i in range(config.n_blocks)}
+        pairs, row_pairs = (
+            {w: int((seen if w is None else seen.clamp(max=w)).sum()) for w in windows} for seen in (keys, of_rows)
+        )
+        targets = sum(len(piece.targets) for piece in pieces)
+        return Work(len(keys), len(of_rows), pairs, row_pairs, targets - len(of_rows))
 
 
 def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none") -> tuple[int, int]:
@@ -65,7 +80,9 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
 
     def rows(layer: LinearLayer, i: int | None) -> int:
         """Rows that a layer of block i computes, or the head."""
-        return work.tokens if layer.every_row or (i is not None and i < last) else work.rows
+        if i is None:
+            return work.rows + work.read_again
+        return work.tokens if layer.every_row or i < last else work.rows
 
     def blocks(first: int, per_pair: int) -> int:
         """Multiply-adds of the blocks from `first` on."""
@@ -77,7 +94,7 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
             total += sum(rows(layer, i) * layer.products for layer in in_block[i]) + per_pair * pairs
         return total
 
-    of_head = work.rows * layers[0][head].products
+    of_head = (work.rows + work.read_again) * layers[0][head].products
     branches = [rows(layer, i) * rank * (layer.f_in + layer.f_out) for layer, i, rank in adapted]  # a d, then (a d) u
     forward = blocks(0, scores) + of_head + sum(branches)
     # Δ wᵗ costs as much as a w, and so does aᵗ Δ of a trainable weight. A branch has Δ uᵗ, (Δ uᵗ) dᵗ and two gradients.

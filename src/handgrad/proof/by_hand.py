@@ -79,12 +79,12 @@ class ByHand(Mapping[str, Tensor]):
         if self.routers is not None:
             self.routers.counting = False
         self.deltas: dict[int, Tensor] = {}
-        self.outside = {"a_0": piece.ids, **self._read_out(objective)}
+        self.outside = {"a_0": piece.ids, **self._read_out(work.objective)}
 
     def _read_out(self, objective: Objective) -> dict[str, Tensor]:
         """a_10 → the loss, and the tensors outside the blocks"""
         layers, piece, n = self._layers, self._piece, len(self._model.blocks)
-        norm, weight = layers.layer(n), 1 / len(piece.targets)
+        norm, weight = layers.layer(n), 1 / objective.count(piece.lengths, len(piece.targets))
         a_11, saved = norm.forward(self.inputs[n])
         head = layers.head() if self._model.head.adapted else None
         if head is None:

@@ -16,12 +16,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..checks import MIXED
 from ..model.gpt import GPT
 from ..model.inspect.trace import own_gradients, record_pass
 from ..model.passes.objective import MeanLoss
 from ..ops.linear import FEW_ROWS
 from ..tolerances import ENTRY_FLOOR, NORM_FLOOR, TOLERANCE
-from .paths import PASSES, SMALL_MODEL, Batch, Outcome, Path, example_paths, generation_paths, training_paths
+from .paths import (
+    PASSES,
+    SMALL_MODEL,
+    Batch,
+    Outcome,
+    Path,
+    batches_with_prefixes,
+    example_paths,
+    generation_paths,
+    gradients_of,
+    training_paths,
+    worst_error,
+)
 from .recorded_steps import Inside, RecordedSteps
 from .reference import reference_logits
 from .reference_model import Part, ReferenceModel
@@ -68,6 +81,7 @@ def mixed_paths(model: GPT, batch: Batch, reference: ReferenceModel, seed: int) 
     explained = max((x - exact).abs().max().item() for x in samples) / exact.abs().max().item()
     float32 = TOLERANCE[torch.float32]
     paths = [(path, float32) for path in training_paths(model, batch, (loss, grads), "recorded pass")]
+    paths += [(path, path.limit) for path in _prefix_paths(model, batch)]
     if model.size <= SMALL_MODEL and type(batch.objective) is MeanLoss:
         paths += [(path, HALF_STEP) for path in example_paths(model, batch)]
     if model.config.causal:  # products of a few rows round nothing, unless the weights are rounded
@@ -75,6 +89,20 @@ def mixed_paths(model: GPT, batch: Batch, reference: ReferenceModel, seed: int) 
         paths += zip(generation_paths(model, batch, exact, ""), limits, strict=True)
     for path, limit in paths:
         yield path._replace(section="Code paths in mixed precision", id=f"{path.id}, mixed", limit=limit)
+
+
+def _prefix_paths(model: GPT, batch: Batch) -> Iterator[Path]:
+    """Prefixes computed once round what sequences alone do not, sums over branches, and may be `MARGIN` times as far from
+    float32 as those are."""
+    for name, given in batches_with_prefixes(model, batch).items():
+        alone = gradients_of(model, given)
+        model.precision = "float32"
+        right = gradients_of(model, given)
+        model.precision = MIXED
+        right = right[0], {name: x for name, x in right[1].items() if not x.isnan().any()}
+        limit = MARGIN * worst_error(alone, right, norm=True)[0]
+        measure = lambda given=given, right=right: worst_error(gradients_of(model, given, share=True), right, norm=True)  # noqa: E731
+        yield Path("", f"gradients, {name} prefixes computed once", "", "float32", limit, measure)
 
 
 def _outcome(error: float) -> Outcome:

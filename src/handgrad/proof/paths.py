@@ -20,6 +20,8 @@ from ..model.layers.linear import Affine, Linear
 from ..model.passes.arguments import Pass
 from ..model.passes.example_gradients import ExampleNorms, ExamplePairs, ExamplesAgainst
 from ..model.passes.objective import TEXT_LOSS, MeanLoss, Objective
+from ..model.passes.options import PassOptions
+from ..model.passes.prefixes import FEWEST_TOKENS
 from ..model.storage.quantize import BITS, NUMBERS, quantize
 from ..ops import packed
 from ..ops.loss import NO_TARGET
@@ -100,8 +102,52 @@ def training_paths(model: GPT, batch: Batch, expected: Gradients, oracle: str) -
         )
     about, limit = f"{len(expected[1])} gradients", TOLERANCE[model.dtype]
     for name, run in found.items():
-        measure = lambda run=run: _worst(run(), expected, norm=model.dtype != torch.float64)  # noqa: E731
+        measure = lambda run=run: worst_error(run(), expected, norm=model.dtype != torch.float64)  # noqa: E731
         yield Path("Code paths of training", f"gradients, {name}", about, oracle, limit, measure)
+
+
+def prefix_paths(model: GPT, batch: Batch, expected: Gradients, oracle: str) -> Iterator[Path]:
+    """Prefixes that sequences have in common, computed once."""
+    for name, given in batches_with_prefixes(model, batch).items():
+        own = given is batch
+
+        def measure(given: Batch = given, own: bool = own) -> Outcome:
+            right = expected if own else gradients_of(model, given)
+            known = {name: x for name, x in right[1].items() if not x.isnan().any()}  # an expert may have no tokens
+            found = gradients_of(model, given, share=True)
+            return worst_error(found, (right[0], known), norm=model.dtype != torch.float64)
+
+        id, about = f"gradients, {name} prefixes computed once", f"{given.tokens.numel()} tokens"
+        judge = oracle if own else "one pass"
+        yield Path("Code paths of training", id, about, judge, TOLERANCE[model.dtype], measure)
+
+
+def batches_with_prefixes(model: GPT, batch: Batch) -> dict[str, Batch]:
+    """The batch, if its sequences have common prefixes, and one with prefixes within prefixes that is made of its tokens; if
+    the model computes any of them once."""
+    found = {"common": batch, "nested": _with_nested_prefixes(model, batch)}
+    options = PassOptions(share=True)
+
+    def shares(x: Batch) -> bool:
+        work = model.prepare(model.pack(x.tokens, x.lengths), x.targets, x.objective, options=options)
+        return any(piece.parents for piece in work.pieces)
+
+    return {name: x for name, x in found.items() if x is not None and shares(x)}
+
+
+def _with_nested_prefixes(model: GPT, batch: Batch) -> Batch | None:
+    """Three sequences of the batch's tokens: two differ at their end, and the third one agrees with half of them."""
+    n, c = min(24, model.config.n_context), model.config
+    ids = batch.tokens.reshape(-1)
+    ids = ids.repeat(n // len(ids) + 1)[:n]
+    trunk, end = ids[: n - 3], ids[n - 3 :]
+    if len(trunk) <= FEWEST_TOKENS:
+        return None
+    other = (end + 1) % c.n_vocab
+    sequences = [torch.cat(x) for x in ((trunk, end), (trunk, other), (trunk[: max(n // 2, FEWEST_TOKENS)], other))]
+    targets = [x.roll(-1) for x in sequences]
+    targets[1][: n // 3] = NO_TARGET
+    return Batch(torch.cat(sequences), torch.cat(targets), [len(x) for x in sequences], TEXT_LOSS)
 
 
 def example_paths(model: GPT, batch: Batch) -> Iterator[Path]:
@@ -136,7 +182,7 @@ def example_paths(model: GPT, batch: Batch) -> Iterator[Path]:
     yield Path("Code paths of training", "norms and products of examples", about, "one by one", limit, measure)
 
 
-def _worst(found: Gradients, expected: Gradients, norm: bool = False, other: float = 0.0) -> Outcome:
+def worst_error(found: Gradients, expected: Gradients, norm: bool = False, other: float = 0.0) -> Outcome:
     """The largest error of the loss and of all gradients; in a narrow dtype, of their norms. `other` is the largest entry of
     other gradients, of which these may be what is left after cancellation."""
     errors = TensorErrors()
@@ -334,7 +380,7 @@ def adapter_paths(model: GPT, batch: Batch, largest: float, seed: int, small: bo
 
 def _adapter_error(model: GPT, batch: Batch, largest: float) -> Outcome:
     right = ReferenceModel(model, *batch).differentiate()
-    return _worst(gradients_of(model, batch), (right.loss, right.grads), other=largest)
+    return worst_error(gradients_of(model, batch), (right.loss, right.grads), other=largest)
 
 
 def _adapted(model: GPT, batch: Batch, expected: Sequence[tuple[str | None, Tensor]], id: str) -> Path:

@@ -20,11 +20,12 @@ from ..model.layers.experts import Experts
 from ..model.layers.linear import Affine
 from ..model.layers.sinks import Sinks
 from ..model.layers.taps import Taps
-from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
+from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss, RowObjective
 from ..model.steps import Layer, Step, require, signal
 from ..paper import rotary
 from ..paper.transformer import Network, Options
 from .reference_experts import MIXTURE_RULES, gated, mixture_of
+from .reference_preferences import reference_preference
 
 Hook = Callable[[str, Tensor], Tensor]  # the name of an activation, and the activation → the one to go on with
 Change = Callable[[Tensor], Tensor]
@@ -192,7 +193,7 @@ def reference_loss(
     return F.cross_entropy(hook("a_12", logits), targets, reduction="sum")
 
 
-def reference_objective(objective: Objective, targets: Tensor) -> Change:
+def reference_objective(objective: Objective, targets: Tensor, lengths: tuple[int, ...]) -> Change:
     """The logits (n, V) → what is differentiated. Raises if the reference does not know it; it knows no subclasses."""
     if type(objective) is MeanLoss:
         return lambda logits: F.cross_entropy(logits, targets)  # torch ignores −100 too
@@ -202,9 +203,11 @@ def reference_objective(objective: Objective, targets: Tensor) -> Change:
     if type(objective) is LogitDifference:
         t, token, against = objective.position, objective.token, objective.against
         return lambda logits: logits[t, token] - logits[t, against]
+    if isinstance(objective, RowObjective) and (found := reference_preference(objective, targets, lengths)) is not None:
+        return found
     raise HandgradError(
         f"the reference does not know the objective {type(objective).__name__}, so it cannot judge its gradients; it"
-        " knows the mean loss, PositionLoss and LogitDifference"
+        " knows the mean loss, PositionLoss, LogitDifference, and the losses of preferences and rewards"
     )
 
 

@@ -121,7 +121,7 @@ class ReferenceModel:
         batch = model.pack(tokens, lengths)
         self.ids, self.positions, self.lengths = batch.ids, batch.positions, batch.lengths
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
-        self.objective = reference_objective(objective, targets.reshape(-1).to(self.ids))
+        self.objective = reference_objective(objective, targets.reshape(-1).to(self.ids), self.lengths)
         self.with_routers = model.config.router_losses and objective.routers
 
     # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -31,6 +31,7 @@ from .paths import (
     generation_paths,
     gradients_of,
     low_bit_paths,
+    prefix_paths,
     trace_paths,
     training_paths,
 )
@@ -60,7 +61,7 @@ def verify(
     that is in float64 a block at a time, and the code paths are computed in its own dtype. Dropout is off, except in
     separate checks by finite differences. A missing signal or gradient fails.
 
-    `objective` is what to differentiate instead of the mean loss: hg.PositionLoss(t), hg.LogitDifference(…). `watch` may
+    `objective` is what to differentiate instead of the mean loss: hg.PositionLoss(t), hg.DPO(reference=…) … `watch` may
     wrap the sequence of names that finite differences test (default: a progress bar, on a terminal). The model is not
     changed.
     """
@@ -154,7 +155,8 @@ class _Verification:
     def _training(self) -> None:
         """The code paths of training. Of the gradients, which are as large as the model, only their largest entry stays."""
         oracle = "autograd" if self.checker.whole else "one pass"
-        paths = list(training_paths(self.product, self.batch, self.gradients, oracle))
+        given = self.product, self.batch, self.gradients, oracle
+        paths = [*training_paths(*given), *prefix_paths(*given)]
         self._add_paths(iter(progress_bar("code paths of training")(paths)))
         self.largest = max(vector_norm(x, math.inf).item() for x in self.gradients[1].values())
         del self.gradients

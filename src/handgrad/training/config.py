@@ -38,6 +38,8 @@ class TrainOptions:
     gguf: ClassVar[bool] = False  # whether the adapter is also written as a GGUF file
     example_norms: ClassVar[bool] = False  # whether the norm of every example's gradient is measured
     influence: ClassVar[int] = 0  # validation answers whose training examples are ranked in the end
+    share_prefixes: ClassVar[bool] = False  # whether prefixes that sequences of a batch have in common are computed once
+    unrecorded: ClassVar[Mapping[str, Any]] = {}  # options that earlier versions did not have, as these computed
 
     # data and model
     data: tuple[str, ...] = ()  # files, folders, patterns, "-"; none: the default corpus
@@ -152,6 +154,7 @@ class FinetuneOptions(TrainOptions):
 
     command: ClassVar[str] = "finetune"
     exports_result: ClassVar[bool] = True
+    unrecorded: ClassVar[Mapping[str, Any]] = {"share_prefixes": False}
 
     # data and model
     model: str = ""  # a model directory, the folder of a run, an adapter, a name on the hub
@@ -168,6 +171,7 @@ class FinetuneOptions(TrainOptions):
     gguf: bool = False  # type: ignore[misc]  # also write the adapter as a GGUF file
     example_norms: bool = False  # type: ignore[misc]  # measure the norm of every example's gradient
     influence: int = 0  # type: ignore[misc]  # validation answers whose training examples are ranked in the end
+    share_prefixes: bool = True  # type: ignore[misc]  # compute what examples of a batch begin with in common once
     clock: str | None = None  # time that chat templates see; recorded for resuming
     adapter: LoRAConfig | None = DEFAULT_ADAPTER  # None: train all weights
     # defaults that differ from pre-training

@@ -64,6 +64,9 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     if model.operand is not None and model.adapter is not None:
         round_frozen(model)
 
+    if any(adapter.dropout for adapter in lora.adapters_of(model).values()):
+        options = replace(options, share_prefixes=False)  # a shared row would have one mask for all its examples
+
     if options.gguf:
         gguf_export.check(model)
     if model.unpacks and options.sample_tokens and ranks.first:

@@ -17,9 +17,12 @@ from ..files.tensors import read_tensors
 from ..formats.run_folder import OPTIMIZER, Checkpoint
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
+from ..model.passes.batch import Piece
+from ..model.passes.options import PassOptions
 from ..ops.loss import NO_TARGET
 from ..optim import OptimizerInBackward, StochasticRounding
 from ..plan.flop import Work, flop
+from ..plan.shared_prefixes import Sharing, sharing_of
 from ..plan.timing import Peak
 from ..text import corpus
 from ..text.batches import Batches
@@ -29,6 +32,7 @@ from .config import Recipe, TrainOptions
 from .distributed import Ranks
 
 C = TypeVar("C", bound=TrainOptions)
+MEASURED = 1000  # examples that are measured, of a large set
 
 
 class Display(Protocol):
@@ -98,8 +102,13 @@ class Job:
     def adapter_ranks(self) -> dict[str, int]:
         return {name: adapter.down.shape[1] for name, adapter in lora.adapters_of(self.model).items()}
 
-    def flop(self, targets: Tensor, lengths: list[int] | None) -> int:
+    def flop(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None) -> int:
         """FLOP of a batch's matrix products, counted from its real tokens and targets."""
+        if self.options.share_prefixes:
+            pieces = self.pieces(tokens, targets, lengths)
+            if any(piece.parents for piece in pieces):
+                work = Work.of_pieces(pieces, self.model.config)
+                return sum(flop(self.model.config, work, self.adapter_ranks, self.options.recompute))
         even = lengths is None and bool((targets != NO_TARGET).all())
         if even and targets.shape in self._flop:
             return self._flop[targets.shape]
@@ -108,6 +117,22 @@ class Job:
         if even:
             self._flop[targets.shape] = found  # pre-training asks for the same at every step
         return found
+
+    def pieces(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None) -> list[Piece]:
+        """The pieces of a batch, in which common prefixes are computed once if they are shared."""
+        options = PassOptions(share=self.options.share_prefixes and not self.options.example_norms)
+        return self.model.prepare(self.model.pack(tokens, lengths), targets, options=options).pieces
+
+    @cached_property
+    def sharing(self) -> Sharing | None:
+        """What the first steps compute once; None if their examples have hardly anything in common, or share nothing."""
+        if not self.options.share_prefixes:
+            return None
+        count = min(MEASURED, self.training.per_epoch)
+        batches = [self.training.batch(i, self.batch) for i in range(0, max(1, count - self.batch + 1), self.batch)]
+        tokens = sum(x[0].numel() for x in batches)
+        pieces = [self.pieces(*x) for x in batches]
+        return sharing_of(pieces, tokens, self.model.config, self.adapter_ranks, self.options.recompute)
 
     @property
     def learning_rate(self) -> float:
@@ -199,7 +224,9 @@ def _make_optimizer(
         raise HandgradError("Muon updates matrices of the blocks, and none of them trains here: choose AdamW")
     make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, betas, rounding, matrices)
     if options.update_inside:
-        return OptimizerInBackward(model, make, options.clip, options.recompute, combine=ranks.all_reduce)
+        return OptimizerInBackward(
+            model, make, options.clip, options.recompute, combine=ranks.all_reduce, share=options.share_prefixes
+        )
     return make(model.parameters())
 
 
@@ -210,4 +237,5 @@ def settings_of(job: Job) -> dict[str, Any]:
         "model": asdict(job.model.config),
         "tokens": job.training.fingerprint,
         "validation": None if job.validation is None else job.validation.fingerprint,
+        "shared_tokens": 0.0 if job.sharing is None else job.sharing.saved,
     }

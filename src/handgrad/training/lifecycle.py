@@ -289,7 +289,8 @@ def _launch() -> str | None:
 
 def _options(request: Request[C], start: _Start) -> C:
     """The recorded options of the run, with the changes that resuming allows."""
-    recorded = _from_json(start.settings.get("training") or start.settings["given"])
+    training = start.settings.get("training")
+    recorded = _from_json({**request.kind.unrecorded, **training} if training else start.settings["given"])
     recorded = {name: value for name, value in recorded.items() if name in request.kind.types()}
     changes = {name: value for name, value in request.options.items() if name in FREE}
     if set(changes) & set(LENGTHS):

@@ -153,12 +153,12 @@ def take_step(job: Job, ranks: Ranks) -> Step:
         if isinstance(job.optimizer, OptimizerInBackward):
             loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed, examples, routers)
             norm = job.optimizer.norm if job.options.clip else None
-            return Step(loss, norm, dict, job.flop(targets, lengths), routers, of_examples())
+            return Step(loss, norm, dict, job.flop(tokens, targets, lengths), routers, of_examples())
         job.model.zero_grad()
         loss = job.model.loss_and_grads(
             tokens, targets, lengths,
             n_targets=n_targets, recompute=job.options.recompute, seed=seed, finished=ranks.all_reduce_async,
-            examples=examples, routers=routers,
+            examples=examples, routers=routers, share=job.options.share_prefixes,
         )  # fmt: skip
         ranks.wait()
         each = {p: optim.norm(p.grad) for p in job.model.parameters() if p.grad is not None}
@@ -172,7 +172,8 @@ def take_step(job: Job, ranks: Ranks) -> Step:
             f" than {number(job.recipe.lr)} ({option('lr')})"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
-    return Step(loss, norm, partial(by_layer, job, each), job.flop(targets, lengths), routers, of_examples())
+    flop = job.flop(tokens, targets, lengths)
+    return Step(loss, norm, partial(by_layer, job, each), flop, routers, of_examples())
 
 
 def router_losses(job: Job, ranks: Ranks, tokens: Tensor, lengths: list[int] | None, seed: int) -> RouterLosses | None:
@@ -194,7 +195,7 @@ def evaluate(job: Job, validation: Batches, ranks: Ranks) -> float:
     for first in range(edges[ranks.rank], edges[ranks.rank + 1], job.batch):
         part = (first, min(job.batch, edges[ranks.rank + 1] - first), False)
         here = validation.size(*part)[1]
-        total += here * job.model.loss(*validation.batch(*part))
+        total += here * job.model.loss(*validation.batch(*part), share=job.options.share_prefixes)
         targets += here
     total, targets = ranks.total(total, targets)
     return total / targets

@@ -8,12 +8,12 @@ from ..errors import option
 from ..formatting import duration, size
 from ..model.precision import why_not_mixed
 from ..plan.estimate import Plan, make_plan
+from ..plan.memory import BYTES
 from ..plan.packing import kinds_of, two_bytes
 from ..plan.timing import matmul_rate
 from ..plan.update import state_bytes
-from .job import Job
+from .job import MEASURED, Job
 
-EXAMPLES = 1000  # that are measured, of a large set
 LEAST_SAVED = 0.1  # of the time, for a line about it
 
 
@@ -29,7 +29,7 @@ def plan_job(job: Job, mixed: bool | None = None) -> Plan:
         trained = {name.replace(".base.", ".") for name, p in job.model.named_parameters() if p.requires_grad}
         frozen = {x: kind for x, kind in two_bytes(job.model.config, "bfloat16").items() if x not in trained}
         kinds = {**frozen, **kinds}
-    count, ranks = min(EXAMPLES, job.training.per_epoch), job.adapter_ranks or None
+    count, ranks = min(MEASURED, job.training.per_epoch), job.adapter_ranks or None
     tokens, targets = (max(1, round(n / count)) for n in job.training.size(0, count, False))
     make = partial(
         make_plan, job.model.config, dtype=job.options.dtype, recompute=job.options.recompute,
@@ -38,14 +38,25 @@ def plan_job(job: Job, mixed: bool | None = None) -> Plan:
     )  # fmt: skip
     longest = max(job.training.size(i, 1, False)[0] for i in range(count))
     largest = max(job.training.size(i, job.batch)[0] for i in range(0, max(1, count - job.batch + 1), job.batch))
-    most = max(
-        (make(job.batch, -(-largest // job.batch)), make(1, longest)),
-        key=lambda plan: plan.bytes_saved + plan.bytes_temporary,
-    )
-    plan = make(job.batch, tokens, rows=targets)
+    sharing = job.sharing
+    if sharing is None:
+        plan, of_largest = make(job.batch, tokens, rows=targets), make(job.batch, -(-largest // job.batch))
+    else:
+        computed, piece = max(1, round(tokens * (1 - sharing.saved))), sharing.largest_piece
+        plan = make(job.batch, computed, rows=min(computed, targets), piece=piece)
+        plan = replace(plan, forward_flop=sharing.flop[0], backward_flop=sharing.flop[1])
+        of_largest = make(job.batch, -(-sharing.largest_step // job.batch), piece=piece)
+        of_largest = replace(of_largest, bytes_temporary=of_largest.bytes_temporary + copied_keys(plan, sharing.keys))
+    most = max(of_largest, make(1, longest), key=lambda plan: plan.bytes_saved + plan.bytes_temporary)
     of_maps = sum(p.numel() for p in optim.matrices(job.model) if p.requires_grad)
     state = state_bytes(plan.optimizer, of_maps, plan.trainable - of_maps, job.model.dtype.itemsize)
     return replace(plan, bytes_saved=most.bytes_saved, bytes_temporary=most.bytes_temporary, bytes_optimizer=state)
+
+
+def copied_keys(plan: Plan, rows: int) -> int:
+    """Bytes of keys and values with their prefixes, and of their error signals, while a block computes its attention."""
+    c = plan.config
+    return 2 * rows * c.kv_heads * (c.query_width + c.value_width) * (2 if plan.mixed else BYTES[plan.dtype])
 
 
 def saved_by_mixing(job: Job, steps: int, seconds: float) -> str:

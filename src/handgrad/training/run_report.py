@@ -35,7 +35,7 @@ def report(run: Run, examples: str = "") -> str:
     body = [
         f"<h1>{escape(run.folder.name)}</h1>",
         f'<p class="lead">{_lead(steps, evaluations)}</p>',
-        _facts(steps, evaluations),
+        _facts(steps, evaluations, settings.get("shared_tokens", 0.0)),
     ]
     for title, curves, log in charts:
         drawn = {name: curve for name, curve in curves.items() if curve}
@@ -94,7 +94,8 @@ def _lead(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str
     return text
 
 
-def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], shared: float) -> str:
+    """Figures in a row; `shared` is the share of the tokens that are common prefixes, computed once."""
     if not steps:
         return ""
     last = steps[-1]
@@ -105,6 +106,7 @@ def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> st
         ("tokens per second", count(last["tokens"] / last["seconds"])),
         ("of matmul peak", percent(sum(r.get("mfu") or 0 for r in steps) / len(steps))),
         ("peak memory", size(last["memory"])),
+        *([("tokens in common prefixes, computed once", percent(shared))] if shared else []),
     ]
     return '<div class="facts">' + "".join(f"<div><b>{v}</b><span>{k}</span></div>" for k, v in cells) + "</div>"
 

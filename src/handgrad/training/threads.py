@@ -95,7 +95,7 @@ def trial_step(job: Job) -> Callable[[], None]:
     """A function that computes the gradient of the next batch, or of its beginning if it is large, and discards it. Weights,
     optimizer and random numbers stay as they are."""
     tokens, targets, lengths = job.training.batch(job.step * job.batch, job.batch)
-    limit = max(TRIAL_TOKENS, int(TRIAL_FLOP * tokens.numel() / max(1, job.flop(targets, lengths))))
+    limit = max(TRIAL_TOKENS, int(TRIAL_FLOP * tokens.numel() / max(1, job.flop(tokens, targets, lengths))))
     if limit < tokens.numel():
         each = lengths if lengths is not None else len(tokens) * [tokens.shape[1]]
         starts = [sum(each[:i]) for i in range(len(each))]
@@ -111,8 +111,10 @@ def trial_step(job: Job) -> Callable[[], None]:
         job.model.zero_grad()  # of the last step
         try:
             # A separate seed: dropout must not draw from torch's random numbers.
-            recompute = job.options.recompute
-            job.model.loss_and_grads(tokens, targets, lengths, recompute=recompute, seed=0, finished=discard)
+            recompute, share = job.options.recompute, job.options.share_prefixes
+            job.model.loss_and_grads(
+                tokens, targets, lengths, recompute=recompute, seed=0, finished=discard, share=share
+            )
         finally:
             job.model.zero_grad()
 

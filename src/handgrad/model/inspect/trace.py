@@ -173,7 +173,9 @@ def edited_forward(
     state = model.forward_pass(work, PassOptions(record=editor), lowest=len(model.blocks))
     with model.weights(model.head) as weights:
         run = Pass(observer=editor, weights=weights)
-        value, *_ = forward_at_once(model.ending(), state.a_10[0], work.pieces[0], objective, 1 / work.n_targets, run)
+        value, *_ = forward_at_once(
+            model.ending(), state.a_10[0], work.pieces[0], work.objective, 1 / work.n_targets, run
+        )
     editor.check_names()
     return value / work.n_targets, values
 

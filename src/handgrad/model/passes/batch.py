@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import HandgradError
 from ...ops import loss
 from ..config import ModelConfig
+from . import prefixes
 
 # A larger batch is processed in pieces of this size, at which matrix products reach their full rate.
 TOKENS_AT_ONCE = 1024
@@ -37,6 +38,24 @@ class Piece(NamedTuple):
     dropout_seed: int | None = None  # None: no dropout
     first: int = 0  # the number of its first sequence in the batch
     start: int = 0  # the number of its first row in the batch
+    parents: tuple[int, ...] = ()  # of branches instead of sequences: which one each continues, or −1
+    numbers: Tensor | None = None  # (m) of branches: the row of the batch that each target belongs to
+
+    @property
+    def numbered(self) -> Tensor:
+        """The rows with a target, numbered in the batch. (m)"""
+        return self.rows + self.start if self.numbers is None else self.numbers
+
+    @property
+    def needed(self) -> Tensor:
+        """The rows that have a target, ascending, each of them once."""
+        return self.rows if self.numbers is None else torch.unique(self.rows)
+
+    def rows_of(self, n: int) -> Tensor | None:
+        """Where the targets are read in the last n rows of the stream, all or those that are `needed`; None: row by row."""
+        if n == len(self.ids):
+            return self.rows if n != len(self.rows) or self.numbers is not None else None
+        return None if self.numbers is None else torch.searchsorted(self.needed, self.rows)
 
     def counts(self) -> tuple[int, ...]:
         """The number of targets of each sequence."""
@@ -130,28 +149,56 @@ def group(lengths: tuple[int, ...], at_once: float) -> list[tuple[int, ...]]:
     return [tuple(lengths) for lengths in groups]
 
 
-def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None, every: bool = False) -> list[Piece]:
+def split(
+    batch: Batch,
+    targets: Tensor,
+    at_once: float,
+    dropout_seed: int | None,
+    *,
+    every: bool = False,
+    unit: int = 1,
+    new: tuple[int, ...] = (),
+) -> list[Piece]:
     """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out, unless
-    `every` one is computed."""
-    groups = group(batch.lengths, at_once)
+    `every` one is computed.
+
+    unit   the number of sequences that stay together
+    new    the tokens of each that it does not have in common with one before: prefixes that sequences of a piece have in
+           common are computed once
+    """
+    computed = new or batch.lengths
+    units = tuple(sum(computed[i : i + unit]) for i in range(0, len(computed), unit))
     pieces = []
     start = first = 0
-    for lengths in groups:
+    for found in group(units, at_once):
+        lengths = batch.lengths[first : first + len(found) * unit]
         here = slice(start, start + sum(lengths))
         start = here.stop
         rows = loss.rows_with_target(targets[here])
         if len(rows) or every:
             seed = None if dropout_seed is None else dropout_seed + start
             own = targets[here][rows]
-            pieces.append(Piece(batch.ids[here], batch.positions[here], lengths, rows, own, seed, first, here.start))
+            piece = Piece(batch.ids[here], batch.positions[here], lengths, rows, own, seed, first, here.start)
+            pieces.append(piece if computed == batch.lengths else _shared(piece))
         first += len(lengths)
     return pieces
 
 
-def count_targets(pieces: list[Piece], n_targets: int | None = None) -> int:
-    """The number of targets that a loss is divided by: those of these pieces, or `n_targets` if several calls accumulate."""
+def _shared(piece: Piece) -> Piece:
+    """The piece without repeated prefixes."""
+    found = prefixes.branches_of(piece.ids, piece.lengths)
+    if found is None:
+        return piece
+    return piece._replace(
+        ids=piece.ids[found.source], positions=piece.positions[found.source], lengths=found.lengths,
+        rows=found.place[piece.rows], parents=found.parents, numbers=piece.rows + piece.start,
+    )  # fmt: skip
+
+
+def count_targets(own: int, n_targets: int | None = None) -> int:
+    """The number of targets that a loss is divided by: the batch's own, or `n_targets` if several calls accumulate."""
     if n_targets is None:
-        n_targets = sum(len(piece.targets) for piece in pieces)
+        n_targets = own
         if n_targets == 0:
             raise HandgradError("every target is ignored (−100): there is nothing to learn from in this batch")
     try:

@@ -35,6 +35,8 @@ class PassOptions:
                 and changes nothing. An `Observer` may be given as well.
     examples    Measures the gradient of each sequence (see `example_gradients`). Only ExampleNorms(grads=True) fills `.grad`
                 as well.
+    share       Compute prefixes that sequences have in common once, instead of once for each (`prefixes`). The result is the
+                same up to rounding; without effect where examples or routers are measured, and for models with convolutions.
     routers     The losses of a mixture's routers of all calls that accumulate, as `GPT.count_routers` counts them, or a
                 RouterLosses(model.config), which this call fills. Either holds their values.
     """
@@ -46,10 +48,13 @@ class PassOptions:
     record: Record | Observer | None = None
     examples: ExampleGradients | None = None
     routers: RouterLosses | None = None
+    share: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {self.recompute!r}")
+        if type(self.share) is not bool:
+            raise HandgradError(f"share must be True or False, not {shown(self.share)}")
         told = self.record is None or isinstance(self.record, Observer) or callable(self.record)
         if not told or not callable(self.finished):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")

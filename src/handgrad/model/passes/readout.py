@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops import per_example
+from ...ops import loss, per_example
 from ...ops.logits import LogitMap
 from ..layers.linear import Affine
 from ..layers.norms import Norm
 from .arguments import PLAIN, Pass
 from .batch import Piece
 from .example_gradients import PieceExamples
-from .objective import Objective, TargetRows
+from .objective import Objective, RowObjective, TargetRows
 
 LOGITS_AT_ONCE = 1 << 25  # most entries of the logits matrix that exist at any time; with fewer its products slow down
 FROZEN_ROWS = 128  # of a frozen head: products of fewer rows slow down, and packed weights are unpacked for each group
@@ -76,8 +76,8 @@ def _in_groups(
 ) -> tuple[float, Tensor]:
     """a_11 → the summed objective, and Δ_11 of every row. If examples are measured, the groups of rows are complete ones."""
     head, examples = end.head, run.examples
-    every_row = len(a_11) == len(piece.rows)  # rows without a target come here only if all signals are wanted
-    with_target = a_11 if every_row else a_11[piece.rows]
+    at = piece.rows_of(len(a_11))  # rows without a target come here only if all signals are wanted
+    with_target = a_11 if at is None else a_11[at]
     delta_11 = torch.empty_like(with_target, dtype=head.plain().dtype)
     total = 0.0
     logits, deltas, losses = [], [], []
@@ -89,6 +89,12 @@ def _in_groups(
     # one buffer for all groups: freed and allocated for each, it would fragment memory
     largest = max(rows.stop - rows.start for rows, _ in groups)
     buffer = delta_11.new_empty(largest, sum(head.plain().widths))
+    c: Tensor | None = None  # of an objective that reads the probabilities of all rows before it knows any Δ_12
+    if isinstance(objective, RowObjective) and len(piece.targets):
+        plain = PLAIN._replace(dropout_seed=piece.dropout_seed, weights=run.weights, operand=run.operand)
+        log_p = log_probabilities(end, with_target, piece.targets, plain)
+        value, c = objective.coefficients(log_p, piece.numbered)
+        total = end.check_finite(value).item()
     for rows, its_examples in groups:
         a = with_target[rows]
         # one mask for all rows: it must not depend on the groups, which differ if examples are measured
@@ -105,9 +111,12 @@ def _in_groups(
         if examples is not None and examples.gradients.needs_losses:
             losses.append(per_example.row_losses(y, piece.targets[rows]))
         read = y if end.logits.cap is None else y.clone()
-        summed, delta = objective.forward_and_delta(read, target_rows(piece, rows), weight)
+        if c is None:
+            summed, delta = objective.forward_and_delta(read, target_rows(piece, rows), weight)
+            total += end.check_finite(summed).item()
+        else:
+            delta = loss.weighted_delta(read, piece.targets[rows], weight * c[rows])
         delta_12 = end.logits.backward(delta, y)
-        total += end.check_finite(summed).item()
         upstream = head.upstream(delta_12, its_run)
         delta_11[rows] = head.backward(delta_12, its_run, None, upstream)
         head.accumulate(delta_12, a, its_run, upstream)
@@ -116,16 +125,46 @@ def _in_groups(
     if examples is not None and losses:
         examples.losses(torch.cat(losses))
     if run.observer is not None:
-        a_12 = torch.cat(logits) if every_row else head.forward(a_11, PLAIN._replace(weights=run.weights))
+        a_12 = torch.cat(logits) if at is None else head.forward(a_11, PLAIN._replace(weights=run.weights))
         delta_12 = torch.cat(deltas)
-        if not every_row:
-            delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta_12)
+        if at is not None:
+            delta_12 = torch.zeros_like(a_12).index_add_(0, at, delta_12)
         y_pred = torch.softmax(end.logits.forward(a_12.clone()), 1)
         for name, x in {"a_11": a_11, "a_12": a_12, "y_pred": y_pred, "delta_12": delta_12}.items():
             run.observer.note(name, x)
-    return total, delta_11 if every_row else torch.zeros_like(a_11, dtype=delta_11.dtype).index_copy_(
-        0, piece.rows, delta_11
-    )
+    if at is None:
+        return total, delta_11
+    # a row that ends a common prefix has the targets of several sequences: their signals add up
+    return total, torch.zeros_like(a_11, dtype=delta_11.dtype).index_add_(0, at, delta_11)
+
+
+def normalized(end: Ending, a_10: Tensor, piece: Piece, run: Pass) -> Tensor:
+    """a_10 → a_11 of the rows with a target (m), one for each target"""
+    rows = piece.rows_of(len(a_10))
+    return end.norm.forward(a_10 if rows is None else a_10[rows], run.operand)[0]
+
+
+def value_of(end: Ending, a_10: Tensor, piece: Piece, objective: Objective, run: Pass) -> float:
+    """a_10 → the summed objective of the piece, without gradients"""
+    a_11 = normalized(end, a_10, piece, run)
+    if isinstance(objective, RowObjective):
+        value, _ = objective.coefficients(log_probabilities(end, a_11, piece.targets, run), piece.numbered)
+        return end.check_finite(value).item()
+    total = 0.0
+    for rows in row_groups(len(piece.targets), end.head):
+        y = end.logits.forward(end.head.forward(a_11[rows], run))
+        total += end.check_finite(objective.forward(y, target_rows(piece, rows))).item()
+    return total
+
+
+def log_probabilities(end: Ending, a_11: Tensor, targets: Tensor, run: Pass) -> Tensor:
+    """log p of the target of each row (m), in float64"""
+    groups = row_groups(len(targets), end.head)
+    found = []
+    for rows in groups:
+        its_run = run._replace(dropout_rows=(rows.start, len(targets)))
+        found.append(loss.log_probabilities(end.logits.forward(end.head.forward(a_11[rows], its_run)), targets[rows]))
+    return torch.cat(found) if found else a_11.new_zeros(0, dtype=torch.float64)
 
 
 def forward_at_once(
@@ -157,4 +196,4 @@ def _backward_at_once(end: Ending, delta_12: Tensor, saved: tuple[Any, Tensor], 
 
 def target_rows(piece: Piece, rows: slice) -> TargetRows:
     """Some of a piece's rows with a target, numbered in the batch."""
-    return TargetRows(piece.targets[rows], piece.rows[rows] + piece.start)
+    return TargetRows(piece.targets[rows], piece.numbered[rows])
