@@ -29,7 +29,9 @@ class Sharing(NamedTuple):
         return 1 - self.computed / self.tokens
 
     def __str__(self) -> str:
-        return f"{percent(self.saved)} of the tokens are prefixes that examples of a batch have in common, computed once"
+        return (
+            f"{percent(self.saved)} of the tokens are prefixes that examples of a batch have in common, computed once"
+        )
 
 
 def sharing_of(

@@ -38,7 +38,9 @@ class TrainOptions:
     gguf: ClassVar[bool] = False  # whether the adapter is also written as a GGUF file
     example_norms: ClassVar[bool] = False  # whether the norm of every example's gradient is measured
     influence: ClassVar[int] = 0  # validation answers whose training examples are ranked in the end
-    share_prefixes: ClassVar[bool] = False  # whether prefixes that sequences of a batch have in common are computed once
+    share_prefixes: ClassVar[bool] = (
+        False  # whether prefixes that sequences of a batch have in common are computed once
+    )
     unrecorded: ClassVar[Mapping[str, Any]] = {}  # options that earlier versions did not have, as these computed
 
     # data and model
