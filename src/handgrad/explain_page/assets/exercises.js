@@ -95,7 +95,11 @@ function picker(course, exercise, actions) {
 /** A paragraph, or lines of formulas. @param {any} part @param {number} i */
 const paragraph = ({ text, math: lines }, i) =>
   lines.length
-    ? h("div.task-math", { key: i, tabindex: "0", role: "region", "aria-label": "Formulas" }, lines.map((line, k) => h("div", { key: k }, line.map(formula))))
+    ? h(
+        "div.task-math",
+        { key: i, tabindex: "0", role: "region", "aria-label": "Formulas" },
+        lines.map((line, k) => h("div", { key: k }, line.map(formula))),
+      )
     : h("p", { key: i }, text);
 const formula = (/** @type {string} */ mathml, /** @type {number} */ j) => math(String(j), { mathml });
 
