@@ -484,6 +484,7 @@ def test_only_adapters_are_trained(open_page: Open) -> None:
         assert sorted(grads) == ["blocks.0.grad_d_6", "blocks.0.grad_u_6"]
         expect(page.locator("#zero-down")).to_contain_text("u starts at 0")
         page.click("#tab-flow")
+        expect(page.locator(".groups th[scope=col]").first).to_be_visible()
         shown = page.locator(".groups th[scope=col]").all_inner_texts()
         assert shown and all(re.fullmatch("∂[du]_.*", name) for name in shown)
         page.click("#tab-step")
