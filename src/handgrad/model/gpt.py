@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
@@ -25,7 +25,7 @@ from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
 from .passes.batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
 from .passes.objective import MEAN_LOSS, TEXT_LOSS, MeanLoss, Objective, PositionLoss, RowObjective
-from .passes.options import DEFAULTS, Finished, PassOptions, no_hook
+from .passes.options import DEFAULTS, Finished, PassOptions, no_hook, with_zeros
 from .passes.readout import log_probabilities, normalized, readout, value_of
 from .passes.router_losses import RouterLosses, routers_for
 from .storage.weights import Weights
@@ -148,11 +148,12 @@ class GPT(Network):
 
         n_targets   To accumulate over several calls as if they were one batch, give the number of targets of all the
                     calls together: each call then returns its share of the mean, and shares and gradients add up.
-                    A call without any target adds 0. If a call raises, gradients of earlier calls may have been added to.
+                    An objective of pairs or completions counts these. A call without any target adds 0. If a call raises, gradients of earlier calls may have been added to.
                     The losses of routers are of all calls too: count them first, and give routers= their sum.
-        objective   What to differentiate instead of the mean loss: one target's loss, or a difference of logits.
-        options     How to compute it: recompute="blocks", seed, tokens_at_once, finished, record, examples, routers, as
-                    `PassOptions` describes them.
+        objective   What to differentiate instead of the mean loss: one target's loss, a difference of logits, or a loss of
+                    preferences or rewards.
+        options     How to compute it: recompute="blocks", seed, tokens_at_once, finished, record, examples, routers, share,
+                    as `PassOptions` describes them.
         """
         unknown = [name for name in options if name not in PassOptions.__match_args__]
         if unknown:
@@ -200,7 +201,7 @@ class GPT(Network):
         """
         if not isinstance(objective, Objective):
             raise HandgradError(
-                "objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against), not " + shown(objective)
+                f"objective must be hg.PositionLoss(t), hg.DPO(reference=…) or another objective, not {shown(objective)}"
             )
         if options.observer is not None and options.observer.edits and not complete:
             raise HandgradError(
@@ -319,7 +320,7 @@ class GPT(Network):
         objective are not computed."""
         pieces, n_targets, objective, *_ = state.work
         if not pieces:
-            finished = _with_zeros(finished)
+            finished = with_zeros(finished)
         every_layer = self.layers() if finished is not no_hook else [[]] * (3 + len(self.blocks))
         layers = iter(every_layer)
         value = 0.0
@@ -385,15 +386,3 @@ class GPT(Network):
 
 def _examples_of(piece: Piece, state: ForwardState) -> PieceExamples | None:
     return None if state.examples is None else PieceExamples(state.examples, piece)
-
-
-def _with_zeros(finished: Finished) -> Finished:
-    """For a batch without any target: its gradient is 0, and other processes may be waiting for it."""
-
-    def announce(layer: list[nn.Parameter]) -> None:
-        for p in layer:
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
-        finished(layer)
-
-    return announce

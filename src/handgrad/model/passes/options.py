@@ -5,6 +5,7 @@ gradients, does not depend on it, except for the masks of dropout.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ...errors import HandgradError, shown
@@ -19,6 +20,18 @@ def no_hook(parameters: list[nn.Parameter]) -> None:
     """Default hook: do nothing."""
 
 
+def with_zeros(finished: Finished) -> Finished:
+    """For a batch without any target: its gradient is 0, and other processes may be waiting for it."""
+
+    def announce(layer: list[nn.Parameter]) -> None:
+        for p in layer:
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        finished(layer)
+
+    return announce
+
+
 @dataclass(frozen=True)
 class PassOptions:
     """The options of `GPT.loss_and_grads`.
@@ -28,7 +41,7 @@ class PassOptions:
     seed        Seed of the adapters' dropout, if they have any (default: drawn from torch's random numbers). No dropout
                 after model.eval().
     tokens_at_once   A larger batch is processed in pieces of complete sequences of about this size (default 1024, or 512 if
-                only adapters train).
+                only adapters train; twice as many new ones if it shares prefixes, which each piece computes again).
     finished    Called with the parameters of a layer as soon as their gradients are final, from the head to the embeddings,
                 during the backward pass.
     record      Called with every intermediate under the paper's name, once per piece. It observes what this call computes
