@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench, gguf-check and llama-check
 LLAMA_PYTHON := build/llama-cpp# environment of make gguf-check and llama-check
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
+TRANSFORMER_LENS := 4.3.0# version of transformer-lens for make transformer-lens-check
 TORCH := 2.13.0# version of torch for make constraints
 SITE := $(BIN)/python docs/site/build.py --repository "$$(git remote get-url origin 2>/dev/null)"
 # Without --no-compile pip compiles every module, of which the tests import half; Python compiles those when they are imported.
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # transformers again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser node docs site release-check bench llama-bench gguf-check llama-check lm-eval-check \
+.PHONY: demo adapt coder-demo finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser node docs site release-check bench llama-bench gguf-check llama-check lm-eval-check transformer-lens-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -128,8 +129,12 @@ docs: $(VENV)/.ready-for-tests  # the documentation as a site that opens from th
 	$(SITE)
 	@echo "open build/site/index.html"
 
-site: $(VENV)/.ready-for-tests  # the site that is published: the documentation, and the demo in build/demo if there is one
+site: build/demo/index.html  # the site that is published: the documentation, and the explain page of models to try
 	$(SITE) --demo build/demo
+	@echo "open build/site/index.html"
+
+build/demo/index.html: docs/site/demo.py $(shell find src/handgrad/explain_page -type f -not -name '*.pyc') | $(VENV)/.ready-for-tests
+	$(BIN)/python docs/site/demo.py build/demo --model build/demo-model
 
 # Build wheel and source archive, install the wheel into a new environment, and check the gradients there.
 release-check: $(VENV)/.ready-for-tests
@@ -180,6 +185,15 @@ lm-eval-check: $(VENV)/.ready-for-tests build/lm-eval/.ready
 build/lm-eval/.ready: Makefile
 	$(PYTHON) -m venv build/lm-eval
 	build/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==$(LM_EVAL)' 'transformers>=5,<6'
+	@touch $@
+
+# TransformerLens, in a separate environment, must compute the same activations, gradients, patches and paths.
+transformer-lens-check: $(VENV)/.ready-for-tests build/transformer-lens/.ready
+	$(BIN)/python tests/transformer_lens_check.py --program build/transformer-lens/bin/python
+
+build/transformer-lens/.ready: Makefile
+	$(PYTHON) -m venv build/transformer-lens
+	build/transformer-lens/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) 'transformer-lens==$(TRANSFORMER_LENS)' 'transformers>=5,<6'
 	@touch $@
 
 # The newest releases that pyproject.toml allows, except torch, whose version is raised here by hand: `pip install torch` without a

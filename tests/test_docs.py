@@ -26,6 +26,9 @@ import handgrad as hg
 import tiny_gguf
 from conftest import save_with_bytes, use_empty_cache
 from handgrad.cli.app import app
+from handgrad.learn.course import COURSE
+from handgrad.learn.progress import Entry
+from handgrad.learn.result_file import result_text
 from handgrad.model import config
 from handgrad.plan import timing
 from handgrad.text import downloads
@@ -88,6 +91,8 @@ class Folder:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_text(text)
         (path / "logs").mkdir()
+        (path / "results").mkdir()
+        (path / "results/ada.json").write_text(result_text("Ada", dict.fromkeys(COURSE, Entry())))
         (path / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
         lines = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i} bottles"} for i in range(30)]
         demos = [f"build/{name}/{part}" for name in ("finetune-demo", "coder-demo") for part in ("train", "validation")]

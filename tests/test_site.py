@@ -1,5 +1,6 @@
 """The documentation site: it builds without a warning, every link leads somewhere, and it works from the disk."""
 
+import json
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from conftest import need_chromium
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 import build  # type: ignore[import-not-found]  # noqa: E402
+import notebooks  # type: ignore[import-not-found]  # noqa: E402
 import pages  # type: ignore[import-not-found]  # noqa: E402
 import quotes  # type: ignore[import-not-found]  # noqa: E402
 
@@ -83,6 +85,11 @@ def test_the_site(tmp_path: Path) -> None:
     assert "LoRA r=16" in (site / "benchmarks.html").read_text()
     assert "library kernel" in (site / "reference" / "benchmarks.html").read_text()
     assert "--resume" in (site / "reference" / "commands.html").read_text()
+    notebook = Links((site / "notebooks" / "your_own_layer.html").read_text())
+    colab = "https://colab.research.google.com/github/example/handgrad/blob/notebooks/your_own_layer.ipynb"
+    assert {"your_own_layer.ipynb", colab} <= set(notebook.links)
+    stored = json.loads((site / "notebooks" / "your_own_layer.ipynb").read_text())
+    assert stored["cells"][0]["source"] == "%pip install --quiet git+https://github.com/example/handgrad"
     headings = [h for file in site.rglob("*.html") for h in re.findall(r"<h[1-3][^>]*>(.*?)<", file.read_text(), re.S)]
     assert len(headings) > 500 and [h for h in headings if re.match(r"(handgrad|bench|make) |.* --\w", h)] == []
 
@@ -212,6 +219,19 @@ def test_links_in_code_stay() -> None:
     text = f"```text\n{link}\n ```python {link}\n```\n{link}\n"
     shown = quotes.redirect_links(text, "docs/a.md", "a.md")
     assert shown == text.removesuffix(f"{link}\n") + "[there](source/LICENSE.md)\n"
+
+
+def test_notebooks_for_jupyter_and_colab() -> None:
+    for file in notebooks.FOLDER.glob("*.py"):
+        stored = json.loads(notebooks.ipynb(file, ""))
+        texts = [cell["source"] for cell in stored["cells"]]
+        assert stored["nbformat"] == 4 and texts == [cell.text for cell in notebooks.cells(file)], (
+            "nothing to install from"
+        )
+    assert notebooks.colab_link("x", "") == notebooks.colab_link("x", "https://example.org/a/b") == ""
+    page = notebooks.page(notebooks.FOLDER / "your_own_layer.py")
+    uri = "notebooks/your_own_layer.md"
+    assert "colab" not in build.complete(page, uri, f"docs/{uri}", False).lower()
 
 
 def test_address_of_the_repository() -> None:

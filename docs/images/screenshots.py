@@ -6,7 +6,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
 
-from handgrad.cli.explain import DEFAULT, TEXT, TEXTS, _train_small_model, choose
+from handgrad.cli.explain import DEFAULT, TEXT, TEXTS, choose, train_small_model
 from handgrad.explain_page.server import Server
 from handgrad.explain_page.session.session import Session
 
@@ -22,10 +22,16 @@ SMALL: list[Shot] = [
     ("explain-map", "station/blocks.1.a_6/backward?token=33", "light", None, None),
     ("explain-station", "station/blocks.2.a_10/backward?token=33", "dark", None, ".maps"),
     ("explain-attention", "station/blocks.1.a_3/backward?head=2&token=4", "light", None, ".attention"),
+    ("explain-play", "station/blocks.1.a_3/backward?token=33", "light", "#play-pass", "#play"),
     ("explain-flow", "flow", "light", None, "#view-flow .station-head"),
     ("explain-step", "step", "light", "#step-many", "#view-step .station-head"),
 ]
-READY = {"#blame": "#shares", "#step-many": "#step-many:has-text('run 20'):not([aria-disabled])"}
+SHOWN = 29  # so many stops of the pass are taken before its picture
+READY = {
+    "#blame": "#shares",
+    "#play-pass": "#play-picture[data-seconds]",
+    "#step-many": "#step-many:has-text('run 20'):not([aria-disabled])",
+}
 TIMEOUT = 300_000  # ms
 
 
@@ -35,7 +41,7 @@ def main() -> None:
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
-        for model, text, shots in ((DEFAULT, TEXTS[DEFAULT], LANGUAGE), (str(_train_small_model()), TEXT, SMALL)):
+        for model, text, shots in ((DEFAULT, TEXTS[DEFAULT], LANGUAGE), (str(train_small_model()), TEXT, SMALL)):
             network, tokenizer, name, note, _ = choose(model)
             with Server(Session(network, tokenizer, name, note, text)) as url:
                 for shot in shots:
@@ -55,6 +61,8 @@ def take(browser: Browser, url: str, file: str, where: str, theme: str, click: s
     if click:
         page.click(click)
         page.wait_for_selector(READY.get(click, ".outcome"))
+    for _ in range(SHOWN if click == "#play-pass" else 0):
+        page.click("#play-step")
     if focus:
         page.locator(focus).first.evaluate("node => scrollTo(0, node.getBoundingClientRect().top + scrollY - 12)")
     page.wait_for_timeout(600)

@@ -17,6 +17,7 @@ import zensical
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # bench
 
+import notebooks
 import pages
 import quotes
 from handgrad import __version__
@@ -38,7 +39,7 @@ def main() -> None:
     sources = site.with_name(f"{site.name}-sources")
     shutil.rmtree(sources, ignore_errors=True)
     demo = options.demo if options.demo and (options.demo / "index.html").is_file() else None
-    write_pages(sources / "docs", demo)
+    write_pages(sources / "docs", demo, web_address(options.repository))
     (sources / "mkdocs.yml").write_text(json.dumps(configuration(options.repository)))  # JSON is YAML
     try:
         zensical.build(str(sources / "mkdocs.yml"), {"clean": True, "strict": True})
@@ -63,22 +64,28 @@ def web_address(remote: str) -> str:
     return re.sub(r"^(https://)[^/@]*@", r"\1", re.sub(r"^git@([^:]+):", r"https://\1/", remote)).removesuffix(".git")
 
 
-def write_pages(docs: Path, demo: Path | None) -> None:
-    """Write every page with its quotes and links in place, and copy pictures and the demo."""
+def write_pages(docs: Path, demo: Path | None, repository: str = "") -> None:
+    """Write every page with its quotes and links in place, the notebooks, and copy pictures and the demo."""
     pictures = shutil.ignore_patterns("*.py", "__pycache__")
     shutil.copytree(quotes.ROOT / "docs" / "images", docs / "images", ignore=pictures)
     if demo:
         shutil.copytree(demo, docs / "demo")
     for uri, (text, origin) in gather().items():
         (docs / uri).parent.mkdir(parents=True, exist_ok=True)
-        (docs / uri).write_text(complete(text, uri, origin, demo is not None))
+        (docs / uri).write_text(complete(text, uri, origin, demo is not None, repository))
+    for file in notebooks.FOLDER.glob("*.py"):
+        (docs / "notebooks" / f"{file.stem}.ipynb").write_text(notebooks.ipynb(file, repository))
 
 
-def complete(text: str, uri: str, origin: str, has_demo: bool) -> str:
-    """A page with its quotes, its links, the button of the demo, and what the theme is told about it."""
+def complete(text: str, uri: str, origin: str, has_demo: bool, repository: str = "") -> str:
+    """A page with its quotes, its links, the buttons of the demo and of Colab, and what the theme is told about it."""
     text = quotes.place_quotes(quotes.redirect_links(text, origin, uri), uri)
     if uri == "index.md":
         text = FRONT.format("hide: [navigation, toc]") + text.replace(DEMO, BUTTON if has_demo else "")
+    stem = uri.removeprefix("notebooks/").removesuffix(".md")
+    if (notebooks.FOLDER / f"{stem}.py").is_file() and (link := notebooks.colab_link(stem, repository)):
+        title, _, rest = text.partition("\n\n")
+        text = f"{title}\n\n{link}\n\n{rest}"
     if uri.startswith("source/") or uri == quotes.PROJECT["CHANGELOG.md"]:
         text = FRONT.format("search: {exclude: true}") + text
     return text

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .machine import configure_runtime
     from .model.config import ModelConfig, preset
     from .model.gpt import GPT
+    from .model.inspect.patch import Patch, align, patch_from
+    from .model.inspect.patch_map import PatchMap, patch_map
+    from .model.inspect.paths import path_map
     from .model.inspect.trace import Trace, trace
     from .model.passes.objective import LogitDifference, MeanLoss, PositionLoss
     from .model.passes.preferences import DPO, GRPO, IPO, KTO, ORPO, RowLoss, SimPO
@@ -45,10 +48,13 @@ __all__ = [
     "MeanLoss",
     "ModelConfig",
     "NonFiniteError",
+    "Patch",
+    "PatchMap",
     "PositionLoss",
     "RowLoss",
     "SimPO",
     "Trace",
+    "align",
     "attribute",
     "audit",
     "check",
@@ -63,6 +69,9 @@ __all__ = [
     "load",
     "lora",
     "nn",
+    "patch_from",
+    "patch_map",
+    "path_map",
     "preset",
     "save",
     "trace",
@@ -82,6 +91,8 @@ _MODULE = {
     "verify": "proof.verify", "choose_threads": "plan.thread_count",
     "example_norms": "per_example.measure", "example_products": "per_example.measure",
     "influence": "per_example.ranking", "Influence": "per_example.ranking",
+    "Patch": "model.inspect.patch", "align": "model.inspect.patch", "patch_from": "model.inspect.patch",
+    "PatchMap": "model.inspect.patch_map", "patch_map": "model.inspect.patch_map", "path_map": "model.inspect.paths",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import handgrad as hg
+from conftest import perturb
 from families.members import MEMBERS, transformers_model
 from handgrad.auditing.model.balance import Balance
 from handgrad.auditing.model.batch import make_batch
@@ -111,12 +112,32 @@ def test_an_adapter_beside_experts() -> None:
     assert sum(".lora_" in x.name for x in report.compared) == 16
 
 
-def test_an_adapter_of_stacked_experts_is_refused() -> None:
-    config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    with pytest.raises(
-        hg.HandgradError, match=r"the adapter changes model\.layers\.0\..*experts, which is no linear layer"
-    ):
-        hg.audit(get_peft_model(mixture("mixtral"), config), batch(), setup=False)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_of_stacked_experts(family: str) -> None:
+    """Gate and up of an expert share a factor A, whose gradient is the sum of both."""
+    options = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    model = get_peft_model(mixture(family), options)
+    perturb(model, seed=5)
+    report = hg.audit(model, batch(), setup=family == "mixtral")
+    assert report.passed, str(report)
+    assert any("lora_A" in x.name and "(expert 2)" in x.name for x in report.compared)
+    assert any("lora_B" in x.name and "(up of expert 2)" in x.name for x in report.compared)
+    wrong = next(p for name, p in model.named_parameters() if ".experts.base_layer.lora_B" in name)
+    wrong.register_hook(lambda grad: -grad)
+    report = hg.audit(model, batch(), setup=False)
+    assert report.first is not None and "wrong sign" in report.first.sentence()
+
+
+def test_our_own_adapter_of_a_mixture(tmp_path: Path) -> None:
+    mixture("qwen2_moe").save_pretrained(tmp_path / "m")
+    ours = hg.load(tmp_path / "m")
+    hg.lora.inject(ours, rank=2)
+    perturb(ours)
+    hg.lora.save(ours, tmp_path / "adapter")
+    report = audit_folder(tmp_path / "m", adapter=tmp_path / "adapter", tokens=9, setup=False)
+    assert report.passed, str(report)
 
 
 def test_rounding_may_decide_the_expert() -> None:
@@ -542,8 +563,11 @@ def test_experts_that_are_modules_and_frozen() -> None:
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 def test_a_folder_whose_widths_grouped_products_refuse(family: str, tmp_path: Path) -> None:
     balanced(family, hidden_size=20).save_pretrained(tmp_path)
-    report = audit_folder(tmp_path, attention="eager", tokens=9, setup=False)
+    report = audit_folder(tmp_path, tokens=9, setup=False)
     assert report.passed, str(report)
+    if family == "gpt_oss":
+        with pytest.raises(hg.HandgradError, match=r"no sdpa attention .* or give eager"):
+            audit_folder(tmp_path, attention="sdpa", tokens=9, setup=False)
 
 
 def test_replaced_parts_beside_experts() -> None:

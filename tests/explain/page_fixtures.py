@@ -62,7 +62,7 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
     field that is not declared."""
     contexts, errors = [], []
 
-    def open_one(where: str = "", *, base: str = "", expected: str = "", **options: object) -> Page:
+    def open_one(where: str = "", *, base: str = "", expected: str = "", refused: str = "", **options: object) -> Page:
         base = base or request.getfixturevalue("url")
         usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}  # moving dots keep a core busy
         context = browser.new_context(**{**usual, **options})  # type: ignore[arg-type]
@@ -72,7 +72,8 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
         page.add_init_script(WATCH)
         page.add_init_script(f"{{{RECORD_READS}}}")
         serious = ("error", "warning")
-        page.on("console", lambda m: errors.append(m.text) if m.type in serious and m.text != expected else None)
+        allowed = lambda text: text == expected or bool(refused and refused in text)  # noqa: E731
+        page.on("console", lambda m: errors.append(m.text) if m.type in serious and not allowed(m.text) else None)
         page.on("pageerror", lambda e: errors.append(str(e)))
         ours = (base.partition("?")[0], "data:", "blob:")
         page.on("request", lambda r: None if r.url.startswith(ours) else errors.append(r.url))

@@ -30,15 +30,18 @@ def test_the_pure_parts(tmp_path: Path) -> None:
     assert int(re.findall(r"^# pass (\d+)|^ℹ pass (\d+)", done.stdout, re.M)[0][0] or 99) >= 15
 
 
-def test_every_module_is_used_and_comes_after_what_it_imports() -> None:
-    order = modules()
-    engine = {
-        name for name in SCRIPTS if name.startswith("engine/")
-    }  # computes what the server does; see test_engine.py
-    assert {*order} | engine == {*SCRIPTS} and order[-1] == "page.js"
+@pytest.mark.parametrize("first", ["page.js", "live/serve.js"])
+def test_every_module_comes_after_what_it_imports(first: str) -> None:
+    order = modules(first)
+    assert order[-1] == first
     for name in order:
         for path in re.findall(r'from "(\..*\.js)"', asset(name)):
             assert order.index(imported(name, path)) < order.index(name), f"{name} imports {path}"
+
+
+def test_every_module_is_used() -> None:
+    """By the page, or by the program that answers its requests in the browser."""
+    assert {*modules(), *modules("live/serve.js")} == {*SCRIPTS}
 
 
 @pytest.mark.parametrize("name", sorted(served()))

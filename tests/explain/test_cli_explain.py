@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 from handgrad.cli import explain as cli_explain
+from handgrad.cli import explain_beside
 from handgrad.cli.app import app
 from handgrad.cli.explain import choose, explain
 from handgrad.explain_page.server import Server
 from handgrad.formats import models
 from handgrad.formats.models import find_model
-from handgrad.text import downloads
+from handgrad.text import downloads, tokenizer
 from handgrad.training import checkpoint
 from handgrad.training.run import Run
 
@@ -44,7 +45,7 @@ def run_folder(folder: Path) -> Path:
 
 def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_directory(tmp_path / "model")
-    explain(model=str(folder), text=TEXT, html=tmp_path / "page.html", lora=2)
+    explain(model=str(folder), text=[TEXT], html=tmp_path / "page.html", lora=2)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "with adapters of rank 2" in page and "Content-Security-Policy" in page
     assert "src=" not in page.replace("src/", "") and "<link" not in page
@@ -52,9 +53,19 @@ def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert str(tmp_path) not in page and "model = hg.load('model').eval()" in page, "others have no such path"
 
 
+def test_a_live_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    characters = tokenizer.make("chars", [TEXT])
+    hg.save(hg.GPT(hg.preset("nano", n_vocab=characters.n_vocab, n_blocks=1, d_model=16)), tmp_path / "model")
+    characters.write(tmp_path / "model")
+    explain(model=str(tmp_path / "model"), text=[TEXT], html=tmp_path / "page.html", live=True)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'id="live-model"' in page and 'embedded-answers">' not in page and str(tmp_path) not in page
+    assert "page.html" in capsys.readouterr().out
+
+
 def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_explain, "_train_small_model", lambda: run_folder(tmp_path / "small"))
+    monkeypatch.setattr(cli_explain, "train_small_model", lambda *_: run_folder(tmp_path / "small"))
     monkeypatch.setattr(downloads, "is_cached", lambda name: False)
     assert "trained for 400 steps" in choose(None)[3]
     run_folder(tmp_path / "runs" / "mine")
@@ -79,11 +90,11 @@ def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_small_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_explain, "STEPS", 2)
     monkeypatch.setattr(cli_explain, "cache_path", lambda kind, name: tmp_path / kind / name)
-    folder = cli_explain._train_small_model()
+    folder = cli_explain.train_small_model()
     assert Run(folder).best().step == 2
     assert [path.name for path in folder.parent.iterdir()] == ["nano-2"]
     before = (folder / "run.json").stat().st_mtime_ns
-    assert cli_explain._train_small_model() == folder and (folder / "run.json").stat().st_mtime_ns == before
+    assert cli_explain.train_small_model() == folder and (folder / "run.json").stat().st_mtime_ns == before
 
 
 def test_the_lines_of_python_define_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,19 +146,31 @@ def test_the_page_opens_before_a_model_is_trained(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cli_explain, "cache_path", lambda kind, name: tmp_path / kind / name)
     monkeypatch.setattr(downloads, "is_cached", lambda name: False)
     assert cli_explain._nothing_trained()
-    monkeypatch.setattr(cli_explain.subprocess, "Popen", Trained)
-    monkeypatch.setattr(cli_explain, "Thread", AtOnce)
-    monkeypatch.setattr(cli_explain, "_train_small_model", lambda: run_folder(tmp_path / "demo" / "nano-400"))
+    monkeypatch.setattr(explain_beside.subprocess, "Popen", Trained)
+    monkeypatch.setattr(explain_beside, "Thread", AtOnce)
+    trained = run_folder(tmp_path / "demo" / "nano-400")
+    monkeypatch.setattr(cli_explain, "train_small_model", lambda *_: trained)
     session = make_session(n_blocks=1)
+    with pytest.raises(hg.HandgradError, match="no model to download"):
+        session.download()
     with ExitStack() as beside:
-        cli_explain._train_beside(session, 0, beside)
-        assert session.better is not None and session.better["url"] is not None
-        with urllib.request.urlopen(session.better["url"]) as page:
-            assert page.status == 200
+        explain_beside.train_beside(session, 0, beside)
+        explain_beside.offer_download(session, 0, beside)
+        small, offer = session.better
+        assert offer["download"] and "(98.4 MB)" in offer["text"] and not small["download"]
+        monkeypatch.setattr(explain_beside, "choose", lambda name: cli_explain.small_model())
+        session.download()
+        assert not offer["download"], "once"
+        for line in (small, offer):
+            assert line["url"] and urllib.request.urlopen(line["url"]).status == 200
     monkeypatch.setattr(Trained, "returncode", 1)
     with ExitStack() as beside:
-        cli_explain._train_beside(session, 0, beside)
-    assert "no space left" in (session.better["text"] or "") and session.better["url"] == ""
+        explain_beside.train_beside(session, 0, beside)
+        offer["download"] = True
+        session.download()
+    for line in (session.better[-1], offer):
+        assert "no space left" in line["text"] and line["url"] == ""
+    assert offer["download"], "it can be tried again"
     monkeypatch.setattr(cli_explain, "STEPS", 3)
     run_folder(tmp_path / "demo" / "nano-3")
     assert not cli_explain._nothing_trained()
@@ -162,9 +185,9 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="does not exist"):
         explain(model=folder, html=tmp_path / "no" / "page.html")
     with pytest.raises(hg.HandgradError, match="at most 48"):
-        explain(model=folder, text="x" * 50, html=tmp_path / "page.html")
+        explain(model=folder, text=["x" * 50], html=tmp_path / "page.html")
     with pytest.raises(hg.HandgradError, match="rank"):
-        explain(model=folder, text=TEXT, html=tmp_path / "page.html", lora=999)
+        explain(model=folder, text=[TEXT], html=tmp_path / "page.html", lora=999)
     assert not (tmp_path / "page.html").exists()
 
 

@@ -15,20 +15,25 @@ from test_server import call
 from tiny_session import LLAMA, TEXT, make_session
 
 from handgrad.explain_page.export import answers
-from handgrad.explain_page.json_types import common, course, model, questions, station
+from handgrad.explain_page.json_types import common, course, model, patching, questions, station
 from handgrad.explain_page.page_files import asset, served
 from handgrad.explain_page.routes import ROUTES, Route
 from handgrad.explain_page.server import Server
 from handgrad.learn.course import COURSE
 
-TYPES = [x for module in (common, course, model, questions, station) for x in vars(module).values() if is_typeddict(x)]
+TYPES = [
+    x
+    for module in (common, course, model, patching, questions, station)
+    for x in vars(module).values()
+    if is_typeddict(x)
+]
 
 
 def requests(stations: list[dict[str, Any]], id: str, other: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """A request of every route, and of every kind of answer that it has."""
     for name in ("table", "progress", "learn"):
         yield name, {}
-    for name in ("overview", "heads", "effects", "attribution", "proofs"):
+    for name in ("overview", "flow", "heads", "effects", "attribution", "proofs"):
         yield name, {"id": id}
     for s in (x["id"] for x in stations):
         yield "station", {"id": id, "station": s}
@@ -36,10 +41,14 @@ def requests(stations: list[dict[str, Any]], id: str, other: str) -> Iterator[tu
     yield "lens", {"id": id, "station": "a_1"}
     yield "compare", {"id": id, "other": other}
     yield "compare", {"id": id, "other": other, "station": "blocks.0.a_5"}
+    yield "patch-map", {"id": id, "other": other}
+    yield "patch-map", {"id": id, "other": other, "of": "a_5"}
+    yield "patch", {"id": id, "other": other, "block": 1, "of": "a_3", "head": 1, "position": 2}
     yield "head", {"id": id, "block": 0, "head": 0}
     yield "neurons", {"id": id, "block": 0, "position": 2}
     yield "swaps", {"id": id, "position": 3}
     yield "token", {"text": "x"}
+    yield "download", {}
     for error in (0, 1):
         yield "what-if", {"id": id, "kind": "skip", "block": 0, "edge": "5", "error": error}
     for name in ("blocks.0.a_3", "a_0", "blocks.0.delta_5"):
@@ -61,7 +70,9 @@ def test_every_answer_is_what_is_declared(
     shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path))
-    asked, wrong, made = set(), [], Server(make_session(**shape))
+    session = make_session(**shape)
+    session.download = lambda: None
+    asked, wrong, made = set(), [], Server(session)
     with made:
         stations = call(made, "GET", "/api/table")[1]["stations"]
         id, other = (call(made, "POST", "/api/sentence", {"text": text})[1]["id"] for text in (TEXT, "to be or"))
@@ -78,7 +89,7 @@ def test_every_answer_is_what_is_declared(
 def test_an_exported_file_has_answers_of_the_routes() -> None:
     session = make_session(n_blocks=1)
     for key, found in answers(session, session.sentence(TEXT)).items():
-        if key != "steps":
+        if key not in ("steps", "command"):
             name = key.partition("?")[0]
             assert problems(json.loads(json.dumps(found)), ROUTES[name].types["return"], key) == []
 

@@ -7,8 +7,11 @@ import torch
 from test_proof import check_all, failed_stations
 from tiny_session import TEXT, make_traced
 
+from handgrad.errors import HandgradError
+from handgrad.explain_page.export import answers
 from handgrad.explain_page.follow.follow import follow
 from handgrad.explain_page.views import station as station_view
+from handgrad.explain_page.views.neurons import neurons
 from handgrad.families import FAMILIES
 
 PLAIN = {"preset": "nano-llama", "n_heads": 4, "n_kv_heads": 2, "d_hidden": 10, "n_blocks": 1}
@@ -47,6 +50,20 @@ def test_every_number_follows(family: str) -> None:
             found = follow(session, sentence, name, None, i, j)
             assert found["value"] == pytest.approx(x[i, j].item(), rel=1e-9, abs=1e-14)
             assert found["sum"] == pytest.approx(x[i, j].item(), rel=1e-6, abs=1e-12), name
+
+
+@pytest.mark.parametrize(("family", "with_neurons"), [("mixtral", []), ("qwen2_moe", [0])])
+def test_a_file_has_the_neurons_that_all_tokens_pass(
+    family: str, with_neurons: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("handgrad.explain_page.export._steps", lambda *_: [])
+    monkeypatch.setattr("handgrad.explain_page.export.course_view", lambda *_, **options: {})
+    session, sentence = traced(family)
+    found = answers(session, sentence, lambda _: ())
+    assert [key for key in found if key.startswith("neurons")] == [f"neurons?block={b}" for b in with_neurons]
+    if not with_neurons:
+        with pytest.raises(HandgradError, match="block 0 has no neurons that all tokens pass"):
+            neurons(session, sentence, 0)
 
 
 def test_the_page_proves_its_stations() -> None:

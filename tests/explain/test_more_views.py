@@ -124,7 +124,7 @@ def test_the_first_gradient_of_an_adapter_is_explained() -> None:
 
 def test_gradient_flow_compares_rows_with_themselves() -> None:
     session, sentence = make_traced(dtype=torch.float64)
-    flow = overview_view.overview(session, sentence)["flow"]
+    flow = overview_view.flow(session, sentence)
     rows = flow["rows"]
     assert rows[0]["label"] == "Δ₁" and rows[-1]["label"] == "Δ₁₁"
     assert [r["label"] for r in rows if "=" in r["label"]] == [

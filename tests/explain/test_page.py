@@ -14,6 +14,7 @@ from tiny_session import QWEN3, TEXT, evaluate, make_session
 import handgrad as hg
 from handgrad.explain_page.export import MAX_BYTES, export
 from handgrad.explain_page.notebook import Page as Notebook
+from handgrad.explain_page.presentation.captions import quote
 from handgrad.explain_page.server import Server
 from handgrad.explain_page.session.session import Session
 from handgrad.ops import layernorm
@@ -32,8 +33,9 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
         t = 3 + int(chances[3:].argmin())  # the first ones have no context
         expect(page.locator("#view-start")).to_have_attribute("data-sentence", sentence.id)
         before, word = re.findall(r"\S+\s*$", text[: t + 1])[0], text[t + 1]
-        story = f"After ‘{before}’ the model gave ‘{word}’".replace("‘ ’", "‘␣’")
-        expect(page.locator("#story")).to_contain_text(re.sub(r" (?=’)", "␣", story))
+        story = f"After {quote(before)} the model gave {quote(word)}"
+        expect(page.locator("#story")).to_contain_text(story)
+        assert "␣" not in story
         shown = {" ": "␣"}
         shown_p = number(page, "#story b")
         assert shown_p == pytest.approx(chances[t].item(), rel=1e-6)
@@ -54,12 +56,29 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
     page.reload()
     expect(page.locator("#opening-text")).to_have_text("Backward pass, block 21 of 30")
     assert float(page.locator("#opening-bar").get_attribute("value") or "") == HALFWAY["share"]
+    page.unroute("**/api/progress*")
+    page.route("**/api/progress*", lambda route: route.fulfill(json={**HALFWAY, "compiling": True}))
+    expect(page.locator("#opening-text")).to_contain_text("Compiling kernels for this machine, once")
     held[0].continue_()
     expect(page.locator("#opening")).to_be_hidden()
     expect_station(page, "loss")
 
 
-HALFWAY = {"busy": True, "backward": True, "share": 0.5, "block": 20, "blocks": 30}
+HALFWAY = {"busy": True, "compiling": False, "backward": True, "share": 0.5, "block": 20, "blocks": 30}
+
+
+def test_a_wait_says_what_is_computed(open_page: Open) -> None:
+    page, held = open_page(), []
+    status = page.locator("#status")
+    for tab, request, said in (("flow", "flow", "Measuring ‖a‖ and ‖Δ‖"), ("heads", "heads", "Drawing every head")):
+        page.route(f"**/api/{request}?*", lambda route: held.append(route))
+        page.click(f"#tab-{tab}")
+        expect(status).to_contain_text(said)
+        expect(page.locator("#progress")).to_be_visible()
+        held.pop().continue_()
+        expect(page.locator(f"#view-{tab} h2")).to_be_visible()
+        expect(status).to_have_text("")
+        expect(page.locator("#progress")).to_be_hidden()
 
 
 def test_every_station_shows_formulas_matrices_and_a_green_badge(open_page: Open, session: Session) -> None:
@@ -465,6 +484,7 @@ def test_only_adapters_are_trained(open_page: Open) -> None:
         assert sorted(grads) == ["blocks.0.grad_d_6", "blocks.0.grad_u_6"]
         expect(page.locator("#zero-down")).to_contain_text("u starts at 0")
         page.click("#tab-flow")
+        expect(page.locator(".groups th[scope=col]").first).to_be_visible()
         shown = page.locator(".groups th[scope=col]").all_inner_texts()
         assert shown and all(re.fullmatch("∂[du]_.*", name) for name in shown)
         page.click("#tab-step")

@@ -13,6 +13,7 @@ from test_sentences import diverged, log_p, undecided
 from tiny_session import TEXT, make_session
 
 import handgrad as hg
+from handgrad.explain_page.presentation.captions import quote
 from handgrad.explain_page.proofs import prover
 from handgrad.explain_page.server import Server
 from handgrad.explain_page.session.session import Session
@@ -137,15 +138,13 @@ def test_bars_are_as_long_as_their_numbers(open_page: Open, session: Session) ->
 
 def test_the_flow_speaks_of_the_rows_that_it_shows(open_page: Open, session: Session) -> None:
     page = open_page("#/flow")
-    rows = overview_view.overview(session, session.sentence(TEXT))["flow"]["rows"]
+    rows = overview_view.flow(session, session.sentence(TEXT))["rows"]
     ends = [row for row in rows if not row["station"].startswith("blocks") or row["station"].endswith("a_10")]
     for choice, chosen in (("all", rows), ("none", ends)):
         page.select_option("#flow-rows", choice)
         mean = torch.tensor([row["share"] for row in chosen]).mean(0)
         t = int(mean.argmax())
-        said = f"Averaged over the {len(chosen)} rows shown, the largest share of the error is at ‘{TEXT[t]}’".replace(
-            "‘ ", "‘␣"
-        )
+        said = f"Averaged over the {len(chosen)} rows shown, the largest share of the error is at {quote(TEXT[t])}"
         expect(page.locator(".flow-card")).to_contain_text(f"{said} (position {t + 1}): {share(mean[t].item())}")
     low, high = (torch.tensor(rows[i]["delta"]).norm().item() for i in (0, -1))
     expect(page.locator(".flow-card")).to_contain_text(

@@ -1,6 +1,7 @@
 """The questions that the page answers from a trace: objectives, what if, attribution, and following one number."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -261,7 +262,9 @@ def test_the_way_up_ends_at_the_loss() -> None:
     cell: dict[str, Any] = {"name": "blocks.0.grad_w_gate", "head": None, "row": 3, "column": 2}
     for _ in range(60):
         found = follow(session, sentence, cell["name"], cell["head"], cell["row"], cell["column"])
-        signals = [f["cell"] for f in found["terms"][0]["factors"] if f["cell"] and "delta" in f["cell"]["name"]]
+        signals = [
+            f["cell"] for f in found["terms"][0]["factors"] if f["cell"] and re.search("delta_|G_", f["cell"]["name"])
+        ]
         if not signals:
             break
         cell = signals[0]

@@ -14,6 +14,7 @@ from handgrad.explain_page.views import attention as attention_view
 from handgrad.explain_page.views import overview as overview_view
 from handgrad.explain_page.views import step as steps
 from handgrad.explain_page.views.step import take_step
+from handgrad.kernels import library
 
 
 @pytest.mark.parametrize(
@@ -217,3 +218,12 @@ def test_a_step_that_explodes_the_loss_is_rejected() -> None:
     with pytest.raises(hg.HandgradError, match="choose a smaller one"):
         for _ in range(4):
             sentence = session.find(take_step(session, sentence, 100.0, "SGD")["id"])
+
+
+def test_kernels_are_compiled_before_the_first_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, seen = make_session(n_blocks=1), []
+    monkeypatch.setattr(library, "prepared", lambda dtype: False)
+    monkeypatch.setattr(library, "load", lambda dtype: seen.append((dtype, session.progress.report([])["compiling"])))
+    session._compile()
+    session._compile()
+    assert seen == [(torch.float32, True)] and not session.progress.report([])["compiling"]

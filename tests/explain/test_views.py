@@ -219,7 +219,8 @@ def test_captions_describe_the_data() -> None:
     assert (
         typeset(1.5e-7) == "1.50·10⁻⁷"
         and typeset(0) == "0"
-        and captions.quote(" \n\x01\ue000\xa0é") == "‘␣⏎␁⟨e000⟩⟨a0⟩é’"
+        and captions.quote(" \n\x01\ue000\xa0é") == "‘⏎␁⟨e000⟩⟨a0⟩é’"
+        and [captions.quote(x) for x in (" ", "\n", " be, or", "  ")] == ["a space", "a line break", "‘be, or’", "‘␣␣’"]
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import handgrad as hg
+from handgrad.formats.convert import convert_model
 from handgrad.proof.oracles import relative_error
 
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
@@ -88,6 +89,9 @@ def test_config_json_says_the_same_afterwards(name: str, tmp_path: Path) -> None
     assert quiet.config.balance_loss == 0
     hg.save(quiet, tmp_path / "quiet again")
     assert AutoConfig.from_pretrained(tmp_path / "quiet again").output_router_logits is False
+    convert_model(str(tmp_path / "quiet"), tmp_path / "converted")
+    read = AutoConfig.from_pretrained(tmp_path / "converted")
+    assert (read.output_router_logits, read.router_aux_loss_coef) == (False, 0.7)
 
 
 def test_a_z_loss_does_not_hide_the_model_from_transformers(tmp_path: Path) -> None:

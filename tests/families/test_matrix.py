@@ -16,6 +16,7 @@ from handgrad.auditing.model.points import points_of
 from handgrad.explain_page.follow.follow import follow
 from handgrad.explain_page.proofs.prover import CheckResults, Prover
 from handgrad.explain_page.session.session import Session
+from handgrad.explain_page.stations.network import NEURONS
 from handgrad.explain_page.views import attention as attention_view
 from handgrad.explain_page.views import lens as lens_view
 from handgrad.explain_page.views import neurons as neurons_view
@@ -222,8 +223,8 @@ def test_the_explain_page(case: Case) -> None:
             found = [attention_view._head(session.model, sentence.trace, step, h).branches for h in heads]
             sent = sum(x for branches in found for x in branches)
             assert relative_error(sent, sentence.trace[signal(step.inputs[0])]) <= 1e-9
-        if not case.sparse:
-            neurons_view.neurons(session, sentence, block)
+    for block in session.network.having(*NEURONS):
+        neurons_view.neurons(session, sentence, block)
     what_if_view.effects(session, sentence)
     chances = sentence.trace["y_pred"][0, int(sentence.targets[0, 0])]
     assert overview_view.overview(session, sentence)["losses"][0] == pytest.approx(-chances.log().item(), rel=1e-6)

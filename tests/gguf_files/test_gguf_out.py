@@ -76,6 +76,18 @@ def test_the_type_is_that_of_the_stored_weights_if_none_is_given(tmp_path: Path)
         assert kind in write_gguf(str(tmp_path / dtype), tmp_path / f"{dtype}.gguf").types
 
 
+def test_widths_that_a_type_cannot_pack_are_named(wide: Path, tmp_path: Path) -> None:
+    narrow = folder_of(tmp_path / "narrow", **WIDE | {"d_hidden": 44})
+    done = write_gguf(str(narrow), tmp_path / "out.gguf", "Q8_0")
+    assert done.types["F16"] == 2  # the contraction of two blocks
+    assert done.notes[-1] == "2 tensors written as F16: Q8_0 packs 32 numbers of a row, and their rows have 44"
+    again = write_gguf(str(tmp_path / "out.gguf"), tmp_path / "again.gguf", "Q4_K_M")
+    assert again.types["F16"] == 2 and "Q4_K_M packs 32" in again.notes[-1]
+    for source, kind in ((narrow, "F16"), (wide, "Q8_0")):
+        done = write_gguf(str(source), tmp_path / f"{kind}.gguf", kind)
+        assert not any("packs 32" in note for note in done.notes)
+
+
 def test_a_file_keeps_its_metadata_and_what_has_the_type_already(tmp_path: Path) -> None:
     write_tiny_smollm2(tmp_path / "in.gguf")
     write_gguf(str(tmp_path / "in.gguf"), tmp_path / "same.gguf")

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def test_attempts_hints_and_solutions_are_counted(tmp_path: Path) -> None:
     progress.solution_shown(SOFTMAX)
     solved = progress.judged(SOFTMAX, "third", SOLVED).solved
     entry = progress.judged(SOFTMAX, "fourth", WRONG)
-    assert entry == Entry(3, solved, len(SOFTMAX.hints), True, "fourth") and solved.startswith("20")
+    assert entry == Entry(
+        3, solved, len(SOFTMAX.hints), True, "fourth", sha256(b"third").hexdigest()
+    ) and solved.startswith("20")
     assert Progress(progress.path).read()["softmax"] == entry
     assert [p.name for p in progress.path.parent.iterdir()] == ["learn.json"], "no temporary file is left"
 

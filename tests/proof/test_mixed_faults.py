@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mixed_mechanisms import MECHANISMS, SHARED, Group
 from torch import Tensor
+from wrong_formulas import Wrong, after, before, frequencies_with
 
 import handgrad as hg
 from conftest import make_batch, perturb
@@ -64,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)}),
     "yarn": ("nano-llama", {**LLAMA, "rope_base": 40.0, "rope_scaling": Scaling(
         "yarn", factor=4.0, original_max_position_embeddings=16)}),
-}  # fmt: skip
+} | {name: ("nano-llama", LLAMA | changes) for name, changes in MECHANISMS.items()}  # fmt: skip
 
 
 @cache
@@ -106,26 +108,6 @@ def test_right_formulas_pass(kind: str) -> None:
 
 
 # ── wrong formulas ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-Wrong = tuple[Any, str, Callable[..., Any]]  # a module or class, a name in it, and what to put there
-
-
-def after(owner: Any, name: str, change: Callable[..., Any]) -> Wrong:
-    """A function whose result becomes change(result, *arguments); None: the result, changed in place."""
-    right = getattr(owner, name)
-
-    def wrong(*args: Any, **options: Any) -> Any:
-        found = right(*args, **options)
-        changed = change(found, *args)
-        return found if changed is None else changed
-
-    return owner, name, wrong
-
-
-def before(owner: Any, name: str, change: Callable[..., Any]) -> Wrong:
-    """A function that gets change(*arguments)."""
-    right = getattr(owner, name)
-    return owner, name, lambda *args, **options: right(*change(*args), **options)
 
 
 def printed_mask(s: calls.Sequences, _: Any, q: Tensor, k: Tensor, v: Tensor, sinks: None, *out: Tensor) -> None:
@@ -233,18 +215,6 @@ def neighboring_planes(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Ten
     return found.to(x.dtype) if into is None else into.copy_(found)
 
 
-def frequencies_with(**wrong: Callable[..., Any]) -> Wrong:
-    """Frequencies, computed again with other parts."""
-
-    def compute(*given: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, f in wrong.items():
-                patch.setattr(rotary, name, f)
-            return FREQUENCIES(*given)
-
-    return rotary, "frequencies", compute
-
-
 def gate_without(part: str) -> Wrong:
     def backward(delta: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
         d_gate, d_up, a_8 = GATED_BACKWARD(delta, gate, up, name)
@@ -298,7 +268,7 @@ def changed_heads(*heads: tuple[int, slice, float]) -> Wrong:
 
 
 FORWARD, LOSS, ACCUMULATE = calls.forward_attention, loss.forward_and_delta, Linear.accumulate_weight
-RMS_FORWARD, RMS_BACKWARD, FREQUENCIES = rmsnorm.forward, rmsnorm.backward, rotary.frequencies.__wrapped__
+RMS_FORWARD, RMS_BACKWARD = rmsnorm.forward, rmsnorm.backward
 GATED_BACKWARD, MEASURE, MEASURE_NORM = gated.backward, LoRA._measure, Norm._measure
 YARN_SHARE = rotary._yarn_share
 
@@ -450,8 +420,7 @@ LEDGER: dict[str, Fault] = {
 }  # fmt: skip
 NOT_IN_A_MODEL = {"the permutation in the other direction": "weights are permuted while they are read from a file"}
 # Breaks of these modules' formulas are made in float64 alone: mechanisms that no model of this file has, or other objectives
-NOT_MADE = {"experts": 14, "gated": 2, "short_conv": 11, "scores": 5, "blocks": 5, "rmsnorm": 3, "embedding": 2, "logits": 3,
-            "rotary": 5, "layernorm": 1, "preference": 18}  # fmt: skip
+NOT_MADE = {"gated": 2, "blocks": 5, "rmsnorm": 3, "embedding": 2, "logits": 3, "layernorm": 1, "preference": 18}
 
 
 # As small as what is rounded, or in one place of many.
@@ -490,11 +459,21 @@ def test_a_wrong_formula_fails_at_its_own_step(name: str, monkeypatch: pytest.Mo
     assert places(failed(fault.model)) == fault.places
 
 
+@pytest.mark.parametrize("group", SHARED, ids=lambda group: ", ".join(group.places))
+def test_wrong_formulas_of_a_mechanism(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass, because a step is checked from what it read: each fails where it is."""
+    for owner, attribute, wrong in group.wrong:
+        monkeypatch.setattr(owner, attribute, wrong)
+    assert sum(map(len, group.places.values())) == len(group.all_places), "a place belongs to one of them"
+    assert places(failed(group.model)) == group.all_places
+
+
 def test_how_many_of_the_ledgers_wrong_formulas_fail_in_mixed_precision() -> None:
     ledger = runpy.run_path(str(ROOT / "tests" / "ledger" / "test_ledger.py"))["BREAKS"]
-    not_made = [name for name in ledger if name not in LEDGER and name not in NOT_IN_A_MODEL]
+    made = {*LEDGER, *(name for group in SHARED for name in group.places)}
+    not_made = [name for name in ledger if name not in made and name not in NOT_IN_A_MODEL]
     assert Counter(ledger[name][0].__name__.rpartition(".")[2] for name in not_made) == NOT_MADE
-    assert {*LEDGER, *NOT_IN_A_MODEL} <= {*ledger}
-    figure = f"{len(LEDGER)} of {len(ledger)}"
+    assert made | {*NOT_IN_A_MODEL} <= {*ledger}
+    figure = f"{len(made)} of {len(ledger)}"
     print(f"wrong formulas of the ledger that fail in mixed precision: {figure}; not:", *NOT_IN_A_MODEL.items())
     assert f"{figure} fail in mixed precision" in (ROOT / "docs" / "proven.md").read_text()

@@ -21,7 +21,10 @@ def audit(
         str | None,
         typer.Option(help="Data type to run it in: float64, float32, bfloat16 or float16. [default: stored]"),
     ] = None,
-    attention: Annotated[str, typer.Option(help="Attention of transformers: sdpa or eager.")] = "sdpa",
+    attention: Annotated[
+        str | None,
+        typer.Option(help="Attention of transformers: sdpa or eager. [default: sdpa where the model has it]"),
+    ] = None,
     sequences: Annotated[int, typer.Option(min=1, help="Number of sequences in the batch.")] = 3,
     tokens: Annotated[int, typer.Option(min=2, help="Maximum length of a sequence in tokens.")] = 48,
     setup: Annotated[bool, typer.Option("--setup/--no-setup", help="Also check the fine-tuning set-up.")] = True,

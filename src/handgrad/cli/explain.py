@@ -1,7 +1,6 @@
 """The command explain: choose a model, then serve the page on this machine or write it to a file."""
 
-import subprocess
-import sys
+import shlex
 import webbrowser
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 DEFAULT = "smollm2"  # if it was fetched
 SEED = 0  # of random weights
-GET = "get smollm2"
 SMALL_MODEL = "nano"
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
@@ -46,11 +44,31 @@ def explain(
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]")
+        list[str] | None,
+        typer.Option(
+            help=f"Sentence to show first. With --folder, give several. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]"
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
     ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the page with these sentences as a folder for a website, whose parts are loaded when they are"
+            " needed, and exit.",
+        ),
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="With --html or --folder: put the model into the page instead of answers, so that it takes any sentence"
+            " and step."
+            " For a small model that reads characters.",
+        ),
+    ] = False,
     lora: Annotated[
         int,
         typer.Option(
@@ -67,24 +85,39 @@ def explain(
     contains a key.
 
       handgrad explain --model nano --text "Once upon a time" --html page.html
+      handgrad explain --model nano --text "Once upon a time" --text "There was" --folder demo
       handgrad explain --model runs/mine --no-open
     """
-    if html is not None:
-        check_writable(html)
+    texts = text or []
+    _check_output(html, folder, texts, live)
     with _waiting("Starting …"):
         import torch
 
-    untrained = model is None and html is None and _nothing_trained()
-    session = _session(choose(SMALL_MODEL if untrained else model), text, lora, others_read=html is not None)
-    if session.size < SMALL or html is not None:  # products of one sentence: a second thread mostly waits
+    exported = html is not None or folder is not None
+    untrained = model is None and not exported and _nothing_trained()
+    session = make_session(
+        choose(SMALL_MODEL if untrained else model), next(iter(texts), None), lora, others_read=exported
+    )
+    if session.size < SMALL or exported:  # products of one sentence: a second thread mostly waits
         torch.set_num_threads(1)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
-        from ..explain_page.export import export
+        from ..explain_page.export import export, export_live
         from ..proof.check_report import progress_bar
 
-        write_text(html, export(session, session.text, progress_bar("checking")))
+        write_text(html, export_live(session) if live else export(session, session.text, progress_bar("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
+        return
+    if folder is not None:
+        from ..explain_page.folder import Shown, export_folder
+        from ..proof.check_report import progress_bar
+
+        export_folder(folder, [Shown(session, texts or [session.text], live)], progress_bar("checking"))
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        total = size(sum(file.stat().st_size for file in files))
+        out.print(
+            f"wrote {folder / 'index.html'}, {plural(len(files), 'file')}, {total}", highlight=False, soft_wrap=True
+        )
         return
     from ..explain_page.server import Server
 
@@ -100,8 +133,29 @@ def explain(
         if open_browser:
             Timer(0.5, webbrowser.open, [_doorway(Path(private), server.url)]).start()
         if untrained:
-            _train_beside(session, lora, beside)
+            from .explain_beside import offer_download, train_beside
+
+            train_beside(session, lora, beside)
+            offer_download(session, lora, beside)
         server.run()
+
+
+def _check_output(html: Path | None, folder: Path | None, texts: list[str], live: bool) -> None:
+    """Raise if the page cannot be written as it was asked for."""
+    if live and html is None and folder is None:
+        raise HandgradError(
+            "--live is about the page that --html or --folder writes: add --html FILE or --folder FOLDER"
+        )
+    if html is not None and folder is not None:
+        raise HandgradError("--html writes one file and --folder a folder: give one of them")
+    if len(texts) > 1 and folder is None:
+        raise HandgradError("several sentences need --folder; without it, give --text once")
+    if html is not None:
+        check_writable(html)
+    if folder is not None:
+        from ..explain_page.folder import check_folder
+
+        check_folder(folder)
 
 
 def _doorway(folder: Path, url: str) -> str:
@@ -112,46 +166,18 @@ def _doorway(folder: Path, url: str) -> str:
     return file.as_uri()
 
 
-def _train_beside(session: "Session", lora: int, beside: ExitStack) -> None:
-    """Train the small model in another process while the page shows it untrained; then serve it too, and tell the page
-    where. `beside` ends what was started."""
-    from ..explain_page.server import Server
-
-    offer = f"For a model that knows more: handgrad {GET} (98 MB), then handgrad explain again."
-    out.print(f"A small model is being trained meanwhile, {plural(STEPS, 'step')}. {offer}", highlight=False)
-    session.better = {
-        "text": f"This model has random weights. A trained one follows in about a minute, and a link to it here. {offer} ",
-        "url": None,
-    }
-    command = [sys.executable, "-c", f"from {__name__} import _train_small_model; _train_small_model()"]
-    process = beside.enter_context(
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    )
-    beside.callback(process.terminate)
-
-    def follow() -> None:
-        _, problem = process.communicate()
-        if process.returncode:
-            reason = (problem.strip().splitlines() or ["it was stopped"])[-1]
-            session.better = {"text": f"The small model could not be trained: {reason}. {offer}", "url": ""}
-            return
-        url = beside.enter_context(Server(_session(choose(None), session.text, lora)))
-        out.print(f"The small model is trained: {url}", highlight=False, soft_wrap=True)
-        session.better = {"text": "A trained small model is there. ", "url": url}
-
-    Thread(target=follow, daemon=True).start()
-
-
-def _session(chosen: "Chosen", text: str | None, lora: int, others_read: bool = False) -> "Session":
+def make_session(chosen: "Chosen", text: str | None, lora: int, others_read: bool = False) -> "Session":
     from ..explain_page.session.session import Session, add_adapters
 
     network, tokenizer, name, note, source = chosen
     python = in_python(source, others_read)
+    command = f"handgrad explain --model {shlex.quote(public_path(source) if others_read else str(source))}"
     if lora:
         add_adapters(network, lora)
+        command += f" --lora {lora}"
         note += f", with adapters of rank {lora}"
         python += f"\nhg.lora.inject(model, {lora})"
-    return Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python)
+    return Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python, command)
 
 
 def _waiting(what: str) -> AbstractContextManager[object]:
@@ -190,16 +216,14 @@ def in_python(source: str | Path, others_read: bool = False) -> str:
 def choose(name: str | None) -> Chosen:
     """Find the model and its tokenizer."""
     from ..formats.models import find_model
-    from ..formats.run_folder import model_folder, newest_run
+    from ..formats.run_folder import newest_run
     from ..model.gpt import GPT
     from ..text.downloads import is_cached
 
     if name is None and is_cached(DEFAULT):
         name = DEFAULT
     if name is None and newest_run(with_checkpoint=True) is None:
-        run = _train_small_model()
-        opened = _open(model_folder(run), SMALL_MODEL)
-        return Chosen(*opened, SMALL_MODEL, f"trained for {plural(STEPS, 'step')}", run)
+        return small_model()
     found = find_model(name)
     if found.folder is None:
         network = GPT(found.config, seed=SEED)
@@ -208,6 +232,14 @@ def choose(name: str | None) -> Chosen:
     where = public_path(found.name)
     note = f"trained in {where}" if name is None else "trained weights" if name == DEFAULT else f"from {where}"
     return Chosen(*_open(found.folder, found.name), Path(found.name).name, note, found.name)
+
+
+def small_model(folder: Path | None = None) -> Chosen:
+    """The small model, which is trained if it is not in this folder, or in the cache."""
+    from ..formats.run_folder import model_folder
+
+    run = train_small_model(folder)
+    return Chosen(*_open(model_folder(run), SMALL_MODEL), SMALL_MODEL, f"trained for {plural(STEPS, 'step')}", run)
 
 
 def _open(folder: Path, name: str) -> "tuple[GPT, Tokenizer]":
@@ -255,19 +287,19 @@ def _is_trained(folder: Path) -> bool:
     return trained is not None and trained.step >= STEPS
 
 
-def _train_small_model() -> Path:
-    """Train the small model of `make demo` for a short time and cache it; return its run folder."""
+def train_small_model(folder: Path | None = None) -> Path:
+    """Train the small model of `make demo` for a short time, in this run folder or the cache, unless it is there; return the
+    folder."""
     from ..display.run_progress import Board, Lines
-    from ..formats.run_folder import RUNS
     from ..training.distributed import Ranks
     from ..training.lifecycle import Request, execute
     from ..training.pretrain import prepare
 
-    folder = _small_folder()
+    folder = folder or _small_folder()
     if _is_trained(folder):
         return folder
     display: Lines = Board(out) if out.is_terminal else Lines(out)
-    display.say(f"No run in {RUNS}/. Training a small model first: {STEPS} steps, saved in {folder}")
+    display.say(f"Training a small model first: {STEPS} steps, saved in {folder}")
     options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
     ranks = Ranks()
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files.atomic import check_writable, write_text
 from ..files.reading import read_text
 from . import console
@@ -31,12 +31,22 @@ def learn(
     solution: Annotated[bool, typer.Option("--solution", help="Show a solution.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the numbers on which an answer is judged.")] = 0,
     json_file: JsonOption = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write your results to a file for your teacher.")
+    ] = None,
+    student: Annotated[str, typer.Option(metavar="NAME", help="Your name in that file.")] = "",
+    collect: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Show the result files of a class, which are in this folder.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write the results of the class as a page.")
+    ] = None,
 ) -> None:
     """Write the backward pass yourself: twelve exercises, from a softmax to a whole block.
 
     The first call for an exercise writes a file to edit, later calls judge it: against autograd and finite differences, on
     numbers of different shapes. A wrong gradient gets a diagnosis: a factor, a sign, a transpose, a missing term or sum;
-    which one, from the second attempt on.
+    which one, after two hints.
 
     Your code runs in a separate process, without files and network, and with limits of time and memory. Solved exercises
     are remembered in your data folder ($HANDGRAD_DATA, or ~/.local/share/handgrad).
@@ -46,6 +56,8 @@ def learn(
       handgrad learn
       handgrad learn softmax
       handgrad learn softmax --hint
+      handgrad learn --export learn.json --student "Ada"
+      handgrad learn --collect results --html class.html
     """
     from ..display import course_tables
     from ..learn.course import find
@@ -53,6 +65,10 @@ def learn(
 
     console.check_json_target(json_file)
     progress = Progress()
+    if collect is not None or export is not None or html is not None or student:
+        alone = exercise is None and file is None and not hint and not solution and json_file is None
+        _exchange(collect, html, export, student, progress, alone)
+        return
     if exercise is None:
         if file is not None or hint or solution or json_file is not None:
             raise HandgradError("name an exercise: handgrad learn softmax; handgrad learn lists them")
@@ -73,6 +89,35 @@ def learn(
         _write_or_judge(chosen, FOLDER / f"{chosen.name}.py" if file is None else file, seed, json_file, progress)
     if progress.damaged is not None:
         console.note(f"{progress.path} could not be read; it was kept as {progress.damaged.name} and a new one begun.")
+
+
+def _exchange(
+    folder: Path | None, html: Path | None, export: Path | None, student: str, progress: "Progress", alone: bool
+) -> None:
+    """Write the results of a student, or read those of a class."""
+    from ..display import course_tables
+    from ..learn.classroom import class_page, collect
+    from ..learn.result_file import result_text
+
+    if not alone or (folder is None) == (export is None) or (html and folder is None) or (student and export is None):
+        raise HandgradError(
+            f"write your results with {option('export', 'learn.json')} and {option('student')}, or read those of a class"
+            f" with {option('collect', 'FOLDER')} and {option('html')}, without other options"
+        )
+    if export is not None:
+        check_writable(export)
+        write_text(export, result_text(student, progress.read()))
+        console.say(f"Wrote {export}.")
+        return
+    assert folder is not None
+    if html is not None:
+        check_writable(html)
+    found = collect(folder)
+    for part in course_tables.of_class(found):
+        console.out.print(part, highlight=False)
+    if html is not None:
+        write_text(html, class_page(found, folder.resolve().name))
+        console.note(f"wrote {html}")
 
 
 def _write_or_judge(exercise: "Exercise", path: Path, seed: int, json_file: str | None, progress: "Progress") -> None:
@@ -104,14 +149,14 @@ def _judge(exercise: "Exercise", path: Path, seed: int, json_file: str | None, p
     made = grade(exercise, code, seed=seed)
     exactly = True
     try:
-        exactly = progress.judged(exercise, code, made).attempts > 1
+        exactly = progress.judged(exercise, code, made).told_exactly
     except (HandgradError, OSError) as reason:  # the judgment is worth more than its record
         console.note(f"progress was not saved: {reason}")
     if not console.write_json(json.dumps(grade_json(made), ensure_ascii=False, indent=1), json_file):
         for part in course_tables.judged(exercise, made, str(path), exactly):
             console.out.print(part, highlight=False)
         if not exactly and any(part.said(True) != part.said(False) for part in made.parts):
-            console.say("\nFor what exactly is wrong, run the command again.")
+            console.say("\nAfter two hints it says what exactly is wrong.")
         _say_next(exercise, list(COURSE), made.passed, made.unfinished, path)
     if not made.passed and not made.unfinished:
         raise typer.Exit(1)

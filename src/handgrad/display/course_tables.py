@@ -8,7 +8,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import printable
 from ..formatting import number, plural
+from ..learn.classroom import Class
 from ..learn.course import COURSE
 from ..learn.exercise import Exercise
 from ..learn.grading import Grade, Part
@@ -123,3 +125,16 @@ def hints(exercise: Exercise, shown: int) -> list[RenderableType]:
     more = shown < len(exercise.hints)
     again = f"handgrad learn {exercise.name} {'--hint' if more else '--solution'}"
     return [*parts, Text(f"{'The next one' if more else 'A solution'}: {again}", style="dim")]
+
+
+def of_class(found: Class) -> list[RenderableType]:
+    """A line for each student, then the files that do not count."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("student", "solved", "numbers by hand", "file"):
+        table.add_column(name)
+    for file, result in found.results.items():
+        cells = result.student, found.solved(result), found.numbers(result), file
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    problems = [Text(printable(f"{name} {why}."), style="yellow") for name, why in found.problems.items()]
+    notes = [Text(printable(note)) for note in found.notes]
+    return [table, *problems, *notes] if found.results else [*problems, Text("No result counts.")]

@@ -8,6 +8,7 @@ json_types.py   every JSON that the page reads, declared      routes.py   the re
 server.py       the web server on this machine                export.py   the page as one file
 notebook.py     hg.explain                                    page_files.py   the files of the page
 engine_data.py  a model as data for assets/engine/, which computes it in the browser
+live_data.py    the same, with what else assets/live/ needs
 exercises.py, course.py   the exercises of `handgrad.learn` on the tensors of a sentence
 
 stations/       a station per step of the network: formulas, parameters, source code
@@ -18,5 +19,7 @@ proofs/         the checks of every station, computed in the background
 presentation/   symbols, numbers, captions, pictures of matrices, probabilities
 assets/         the page: page.js starts it, views.js lists its views, one module each; render.js changes the document,
                 format.js writes numbers, heatmap.js shows every matrix (heat_geometry.js, heat_paint.js)
+                api.js is the one interface to the data; behind it server.js, stored.js or live.js
 assets/engine/  the formulas of `paper` in JavaScript, for pages without a server
+assets/live/    the answers of routes.py, computed there
 """

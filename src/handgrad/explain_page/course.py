@@ -11,10 +11,11 @@ from ..errors import HandgradError
 from ..learn.as_json import exercise_json, grade_json
 from ..learn.course import COURSE, find
 from ..learn.grading import MAX_CODE, grade
-from ..learn.progress import Entry, Progress
+from ..learn.progress import EXACT_AFTER, Entry, Progress
 from ..sandbox.tensor_client import confined_by_kernel
 from .exercises import case_of, offered_at
-from .json_types.course import Course, ExerciseProgress, Grade
+from .json_types.course import Course, ExerciseProgress, Grade, TaskPart
+from .presentation.plain_math import formulas
 from .session.session import Session, TracedSentence
 
 CONFINED = "The kernel lets its process do nothing but compute: no files, no network, no other programs."
@@ -47,14 +48,26 @@ def course_view(session: Session, progress: dict[str, Entry], grading: bool) -> 
     exercises = [
         {
             **exercise_json(exercise),
+            "task": [_part(text) for text in exercise.paragraphs()],
             "stations": [id for id, names in offered.items() if exercise.name in names],
             "progress": asdict(progress.get(exercise.name, Entry())),
         }
         for exercise in COURSE.values()
     ]
     confinement = CONFINED if confined_by_kernel() else LIMITED
-    made = {"grading": grading, "max_code": MAX_CODE, "confinement": confinement, "exercises": exercises}
+    made = {
+        "grading": grading,
+        "max_code": MAX_CODE,
+        "confinement": confinement,
+        "exact_after": EXACT_AFTER,
+        "exercises": exercises,
+    }
     return cast(Course, made)
+
+
+def _part(text: str) -> TaskPart:
+    """A paragraph of a task; formulas, which are indented, as MathML."""
+    return {"text": "", "math": formulas(text)} if text.startswith(" ") else {"text": text, "math": []}
 
 
 def grade_answer(

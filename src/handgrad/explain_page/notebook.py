@@ -1,9 +1,8 @@
 """The page in a notebook: the exported file in an iframe, offline, in Jupyter, Colab, VS Code and marimo."""
 
-from html import escape
 from pathlib import Path
 
-from ..files.atomic import check_writable, write_text
+from ..files.framed import Framed
 from ..inference.model_text import model_text
 from ..model.gpt import GPT
 from ..text.tokenizer import Tokenizer
@@ -13,25 +12,14 @@ from .session.session import Session
 HEIGHT = 720  # pixels
 
 
-class Page:
+class Page(Framed):
     """The page of one sentence. A notebook displays it; `save` writes it as one file."""
 
+    title = "handgrad explain"
+    sandbox = "allow-scripts allow-downloads"
+
     def __init__(self, html: str, height: int = HEIGHT):
-        self.html, self.height = html, height
-
-    def _repr_html_(self) -> str:
-        return (
-            f'<iframe srcdoc="{escape(self.html)}" title="handgrad explain" sandbox="allow-scripts allow-downloads"'
-            f' style="width:100%;height:{self.height}px;border:1px solid #8888"></iframe>'
-        )
-
-    def __repr__(self) -> str:
-        return f"Page of {len(self.html.encode()):,} bytes: display it in a notebook, or .save('page.html')"
-
-    def save(self, path: str | Path) -> None:
-        """Write the page as one file that needs no server."""
-        check_writable(Path(path))
-        write_text(Path(path), self.html)
+        super().__init__(html, height)
 
 
 def explain(model: GPT, text: str, *, tokenizer: Tokenizer | None = None, height: int = HEIGHT) -> Page:

@@ -29,7 +29,7 @@ from .proofs.prover import Prover
 from .session.objectives import Wanted, objective_of, token_id
 from .session.session import Session, TracedSentence
 from .stations.table import Station
-from .views import attention, attribution, compare, lens, neurons, overview, station, swaps, values, what_if
+from .views import attention, attribution, compare, lens, neurons, overview, patching, station, swaps, values, what_if
 from .views.predictions import predict
 from .views.step import take_step
 from .views.values import Indices, Range
@@ -146,6 +146,11 @@ def _progress(session: Session) -> Progress:
     return session.progress.report(session.better)
 
 
+def _download(session: Session) -> Progress:
+    session.download()
+    return _progress(session)
+
+
 def _token(session: Session, text: str) -> Word:
     id = token_id(session, text)
     return {"id": id, "word": session.token_text(id)}
@@ -174,10 +179,12 @@ ROUTES = {
     for route in (
         Route("table", overview.table, beside=True),
         Route("progress", _progress, beside=True),
+        Route("download", _download, post=True, beside=True),
         Route("token", _token, beside=True),
         Route("sentence", _sentence, post=True),
         Route("predict", predict, post=True),
         Route("overview", overview.overview),
+        Route("flow", overview.flow),
         Route("station", station.at_station),
         Route("swaps", swaps.swaps_at),
         Route("head", attention.at_head),
@@ -192,6 +199,8 @@ ROUTES = {
         Route("effects", what_if.effects),
         Route("what-if", what_if.what_if_at),
         Route("compare", compare.compare_at),
+        Route("patch-map", patching.patch_map_at),
+        Route("patch", patching.patch_at),
         Route("step", _step, post=True, trims=True),
         Route("proof", _proof, beside=True),
         Route("proofs", _proofs, beside=True),

@@ -1,6 +1,6 @@
 """`Family`: what Hugging Face's files of one kind of model are called and what its members have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,14 +64,14 @@ class Family:
 
     def as_in_memory(self, name: str) -> str:
         """The name that transformers' models have for a tensor or module of a file."""
-        for filed, kept in self.in_memory.items():
-            if name == filed or name.startswith(f"{filed}."):
-                return kept + name.removeprefix(filed)
-        return name
+        return _renamed(name, self.in_memory.items())
 
     def as_in_files(self, name: str) -> str:
         """The name that files have for a tensor or module of transformers' models."""
-        for filed, kept in self.in_memory.items():
-            if name == kept or name.startswith(f"{kept}."):
-                return filed + name.removeprefix(kept)
-        return name
+        return _renamed(name, ((kept, filed) for filed, kept in self.in_memory.items()))
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """The path with other names for some of its modules."""
+    new = dict(pairs)
+    return ".".join(new.get(part, part) for part in name.split("."))

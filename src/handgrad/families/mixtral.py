@@ -27,4 +27,5 @@ MIXTRAL = replace(
         **ROUTER_LOSS,
     },
     only={"router_jitter_noise": 0.0},
+    in_memory={"block_sparse_moe": "mlp"},
 )  # fmt: skip

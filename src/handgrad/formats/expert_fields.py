@@ -48,8 +48,10 @@ def expert_fields(config: ModelConfig) -> dict[str, object]:
     if "n_shared_experts" in defaults:
         written["n_shared_experts"] = (config.d_shared or 0) // config.expert_width
     if "output_router_logits" in defaults:
-        weight = config.balance_loss or defaults["router_aux_loss_coef"]
-        written |= dict(zip(ROUTER_LOSS, (config.balance_loss > 0, weight), strict=True))
+        wanted, weight = ROUTER_LOSS
+        written |= {wanted: config.balance_loss > 0}
+        if config.balance_loss:  # without it, a coefficient has no effect: one that the file had stays
+            written[weight] = config.balance_loss
     return written
 
 

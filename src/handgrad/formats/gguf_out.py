@@ -19,10 +19,11 @@ from torch import Tensor
 
 from .. import lora
 from ..errors import HandgradError, option, shown
+from ..formatting import plural
 from ..gguf.export import export, general
 from ..gguf.file import GGUFFile, Stored, is_gguf, open_gguf
 from ..gguf.model import read_model
-from ..gguf.quantize import EXPERTS, FILE_TYPES, check_type, pack, type_for
+from ..gguf.quantize import EXPERTS, FILE_TYPES, FLOATS, check_type, pack, type_for
 from ..gguf.tokenizer import read_tokenizer
 from ..gguf.tokenizer_export import TokenizerMetadata, tokenizer_metadata
 from ..gguf.writing import REMEDY, Planned, Value, check_new, typed, write
@@ -55,7 +56,7 @@ class Written:
 
     bytes: int
     types: dict[str, int]  # number of tensors of each type
-    notes: list[str]  # what llama.cpp does differently
+    notes: list[str]  # what llama.cpp does differently, and matrices of another type than was asked for
 
 
 class _Source(NamedTuple):
@@ -105,7 +106,19 @@ def _finish(
             f"{option('type', wanted)} is for experts whose width is a multiple of 32, and this model has none: choose Q8_0"
         )
     write(out, metadata, tensors)
-    return Written(out.stat().st_size, dict(Counter(tensor.kind for tensor in tensors.values())), notes)
+    found = [*notes, *_unpackable(tensors, wanted)]
+    return Written(out.stat().st_size, dict(Counter(tensor.kind for tensor in tensors.values())), found)
+
+
+def _unpackable(tensors: Mapping[str, Planned], wanted: str | None) -> list[str]:
+    """Say which matrices were not written as the type asks."""
+    widths = [x.shape[-1] for x in tensors.values() if x.kind == "F16" and wanted not in (None, *FLOATS)]
+    if not widths:
+        return []
+    rows = ", ".join(map(str, sorted(set(widths))))
+    return [
+        f"{plural(len(widths), 'tensor')} written as F16: {wanted} packs 32 numbers of a row, and their rows have {rows}"
+    ]
 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from .. import lora
 from ..errors import HandgradError, option
 from ..files import manifest
 from ..files.atomic import write_folder
-from ..lora import Merged, peft
+from ..lora import Merged, peft_config
 from ..lora.merge_record import check_same, fingerprint, merged_adapter, read_merge, write_merge
 from ..model.gpt import GPT
 from ..text import tokenizer
@@ -82,7 +82,7 @@ def unmerge_adapter(adapter: str, model: str | None, out: Path, dtype: str | Non
 def _adapter_folder(name: str) -> Path:
     folder = weights_folder(name)
     if not lora.is_adapter(folder):
-        raise HandgradError(f"{folder} is not an adapter: it has no {peft.CONFIG}")
+        raise HandgradError(f"{folder} is not an adapter: it has no {peft_config.CONFIG}")
     return folder
 
 

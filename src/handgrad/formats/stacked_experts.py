@@ -34,7 +34,7 @@ class Piece(NamedTuple):
         return one[..., self.i :: self.n].t() if self.in_turn else one.chunk(self.n)[self.i]
 
 
-_NAME = re.compile(r"(.+)\.mlp\.(?:experts\.(gate_up_proj|down_proj)(_bias)?|(.+))")
+_NAME = re.compile(r"(.+)\.mlp\.(?:experts\.(gate_up_proj|down_proj)(_bias)?|.+)")
 _LAYERS = {"gate_up_proj": ("expert.gate", "expert.expand"), "down_proj": ("expert.contract",)}
 
 
@@ -55,7 +55,7 @@ def split_headers(headers: Mapping[str, Header], config: ModelConfig) -> dict[st
     found: dict[str, Header] = {}
     for name, header in headers.items():
         if (stacked := _stacked_shape(name, config)) is None:
-            found[_own_name(name, family)] = header
+            found[family.as_in_files(name)] = header
         elif header.shape != stacked:
             raise HandgradError(f"{header.file}: {name} has shape {header.shape}; config.json requires {stacked}")
         else:
@@ -66,13 +66,13 @@ def split_headers(headers: Mapping[str, Header], config: ModelConfig) -> dict[st
 
 def _any_stacked(names: Iterable[str], family: Family) -> bool:
     return family.has("mlp.experts") and any(
-        (parts := _NAME.fullmatch(x.removesuffix("_blocks"))) and parts[2] for x in names
+        (parts := _parts(x.removesuffix("_blocks"), family)) and parts[2] for x in names
     )
 
 
 def _stacked_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:
     """The shape of a stacked tensor; None if the name is that of another one."""
-    parts = _NAME.fullmatch(name)
+    parts = _parts(name, config.table)
     if parts is None or parts[2] is None:
         return None
     assert config.n_experts is not None
@@ -83,10 +83,8 @@ def _stacked_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:
     return (config.n_experts, into, out) if config.table.stacked_experts else (config.n_experts, out, into)
 
 
-def _own_name(name: str, family: Family) -> str:
-    """The name in the family's files of a tensor that is not stacked."""
-    parts = _NAME.fullmatch(name)
-    return name if parts is None else f"{parts[1]}.{family.names['mlp']}.{parts[4]}"
+def _parts(name: str, family: Family) -> re.Match[str] | None:
+    return _NAME.fullmatch(family.as_in_memory(name))
 
 
 def _split(name: str, x: Tensor, family: Family) -> Iterator[tuple[str, Tensor]]:
@@ -97,9 +95,9 @@ def _split(name: str, x: Tensor, family: Family) -> Iterator[tuple[str, Tensor]]
 
 def split_name(name: str, n_experts: int, family: Family) -> Iterator[tuple[str, Piece | None]]:
     """The family's names of the matrices or biases in a stacked tensor, and where they are; of any other tensor its own."""
-    parts = _NAME.fullmatch(name)
+    parts = _parts(name, family)
     if parts is None or parts[2] is None:
-        yield _own_name(name, family), None
+        yield family.as_in_files(name), None
         return
     layers = _LAYERS[parts[2]]
     for e in range(n_experts):

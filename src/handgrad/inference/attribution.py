@@ -19,8 +19,7 @@ Both are estimates. `removed` measures instead: L minus the L of the same target
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from ..errors import HandgradError, shown
 from ..model.gpt import GPT
+from ..model.inspect.trace import without_gradients
 from ..model.passes.arguments import Pass
 from ..model.passes.batch import TOKENS_AT_ONCE, Piece
 from ..model.passes.objective import MEAN_LOSS, LogitDifference, Objective
@@ -93,7 +93,7 @@ def attribute(
     n = positions[-1]  # tokens from the last target on have no influence
     batch, whole = model.pack(tokens[:n], [n]), PassOptions(tokens_at_once=n)
     (piece,) = model.prepare(batch, _wanted(tokens, positions), options=whole, training=False).pieces
-    with _frozen(model):
+    with without_gradients(model):
         value, a_1, delta_1 = _input_signal(model, piece, objective)
         integrated, gap = None, None
         if steps:
@@ -203,19 +203,6 @@ def _input_signal(
                 state = block.forward(state, its_run)[1]
             delta = block.backward(delta, state, its_run)
     return loss, a_1, delta
-
-
-@contextmanager
-def _frozen(model: GPT) -> Iterator[None]:
-    """Within the context no parameter gets a gradient; afterwards each trains or not as before."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    try:
-        for p in trained:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
 
 
 def _checked(model: GPT, ids: Sequence[int] | Tensor, targets: Iterable[int] | None) -> tuple[Tensor, list[int]]:

@@ -10,10 +10,9 @@ from .grading import LIMIT, Grade, Part
 
 
 def exercise_json(exercise: Exercise) -> dict[str, Any]:
-    """The texts of an exercise; lines of `text` that are indented are formulas."""
+    """The texts of an exercise, without its task."""
     return {
         "name": exercise.name, "number": number(exercise), "title": exercise.title,
-        "text": "\n\n".join(exercise.paragraphs()),
         "arguments": _lines(exercise.arguments), "returns": _lines(exercise.returns),
         "starter": exercise.starter(), "hints": list(exercise.hints), "solution": exercise.solution(),
         "page": f"docs/layers/{exercise.page}.md",

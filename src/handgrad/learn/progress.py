@@ -4,6 +4,7 @@ The page and the command line share it. Every change reads, changes and replaces
 that two of them at once lose nothing. A file that cannot be read is kept under another name, and a new one begun.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from .exercise import Exercise
 from .grading import MAX_CODE, Grade
 
 MAX_BYTES = 4_000_000
+EXACT_AFTER = 2  # hints
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Entry:
     hints: int = 0  # how many were shown
     solution: bool = False  # whether it was shown
     code: str = ""  # the last answer that was judged
+    answer: str = ""  # SHA-256 of the newest right answer
+
+    @property
+    def told_exactly(self) -> bool:
+        """Whether a mistake is named with its term; before that, only its kind is."""
+        return self.hints >= EXACT_AFTER
 
 
 def data_folder() -> Path:
@@ -62,7 +70,9 @@ class Progress:
         def change(old: Entry) -> dict[str, Any]:
             solved = old.solved or (datetime.now(UTC).isoformat(timespec="seconds") if grade.passed else "")
             attempts = old.attempts + (not grade.unfinished)
-            return {"attempts": attempts, "solved": solved, "code": code if len(code) <= MAX_CODE else old.code}
+            answer = hashlib.sha256(code.encode()).hexdigest() if grade.passed else old.answer
+            kept = code if len(code) <= MAX_CODE else old.code
+            return {"attempts": attempts, "solved": solved, "code": kept, "answer": answer}
 
         return self._change(exercise, change)
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .attachment import Attachment
     from .injection import adapters_of, apply, choose, inject, layers_of, remove
     from .merging import Merged, merge, unmerge
-    from .peft import base_of, is_adapter, load, read_config, save
+    from .peft import base_of, is_adapter, load, save
+    from .peft_config import read_config
 
 __all__ = [
     "Attachment",
@@ -40,7 +41,8 @@ __all__ = [
 _MODULE = dict.fromkeys(("adapters_of", "apply", "choose", "inject", "layers_of", "remove"), "injection")
 _MODULE["Attachment"] = "attachment"
 _MODULE |= dict.fromkeys(("Merged", "merge", "unmerge"), "merging")
-_MODULE |= dict.fromkeys(("base_of", "is_adapter", "load", "read_config", "save"), "peft")
+_MODULE |= dict.fromkeys(("base_of", "is_adapter", "load", "save"), "peft")
+_MODULE["read_config"] = "peft_config"
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,8 @@ import torch
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from .injection import adapters_of, remove
-from .peft import check_base, load, read_config, replaced_tensors
+from .peft import check_base, load, replaced_tensors
+from .peft_config import read_config
 
 
 class Attachment:
@@ -27,7 +28,7 @@ class Attachment:
         self._config, self._head = model.config, model.head.plain().weight
         self._trained = {p: (p.requires_grad, p.grad) for p in model.parameters()}
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        trained, copies = replaced_tensors(self.folder)
+        trained, copies = replaced_tensors(self.folder, model.config.table)
         replaced = (parameters[name] for name in (*trained, *copies) if name in parameters)
         self._values = {p: p.detach().clone() for p in replaced}
         try:

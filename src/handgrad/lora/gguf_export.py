@@ -25,7 +25,7 @@ def check(model: GPT) -> None:
 
 def write(config: ModelConfig, folder: Path, path: Path) -> None:
     """Write the adapter in a PEFT folder, for a model of this configuration, as a GGUF file."""
-    adapter.write(path, peft.read_factors(folder), _architecture(config), config.n_heads, config.kv_heads)
+    adapter.write(path, peft.read_factors(folder, config), _architecture(config), config.n_heads, config.kv_heads)
 
 
 def _architecture(config: ModelConfig) -> str:

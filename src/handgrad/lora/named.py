@@ -23,7 +23,8 @@ from ..model.passes.arguments import PLAIN, Pass, Rows
 from ..model.storage.weights import STORED, Weights
 from .injection import adapters_of, put, remove
 from .layer import LoRA
-from .peft import load, read_config, replaced_tensors
+from .peft import load, replaced_tensors
+from .peft_config import read_config
 
 
 class NamedAdapters(Affine):
@@ -130,7 +131,7 @@ def name_adapters(model: GPT, adapters: Mapping[str, Mapping[str, LoRA]]) -> Non
 
 def _check_copies(model: GPT, folder: Path) -> None:
     """Raise if the adapter brings a layer of its base along that is not this model's."""
-    for name, copied in replaced_tensors(folder)[1].items():
+    for name, copied in replaced_tensors(folder, model.config.table)[1].items():
         layer, _, kind = name.rpartition(".")
         own = getattr(adapters_of(model)[layer].base, kind, None) if layer in adapters_of(model) else None
         if own is not None and not torch.equal(own, copied.to(own.device, own.dtype)):

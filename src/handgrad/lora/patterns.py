@@ -2,12 +2,14 @@
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from ..families import HEADS
 from ..model.names import any_block
 from ..sandbox import client as sandbox
 
+T = TypeVar("T")
 CHOOSING = ("gate", "router", "shared_expert_gate")  # routers: a few outputs, in which a low rank saves nothing
 
 
@@ -101,6 +103,21 @@ def alternatives(pattern: str) -> list[tuple[str, str]]:
         i += 1
     close(len(pattern))
     return found
+
+
+def shortest(values: Mapping[str, T], names: Iterable[str], least: int = 1) -> dict[str, T]:
+    """The shortest ends of names, of at least so many parts, with their values, such that no other of the names ends so:
+    c_attn for that of every block if their values are equal, else complete names."""
+
+    def ends(name: str) -> list[str]:
+        parts = name.split(".")
+        return [".".join(parts[-n:]) for n in range(least, 3)] + [name]
+
+    found: dict[str, set[T | None]] = {}
+    for name in names:
+        for end in ends(name):
+            found.setdefault(end, set()).add(values.get(name))
+    return {next((end for end in ends(name) if len(found[end]) == 1), name): x for name, x in values.items()}
 
 
 def one_block(names: list[str]) -> list[str]:

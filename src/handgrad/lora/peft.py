@@ -1,4 +1,4 @@
-"""Read and write PEFT's files: adapter_config.json and adapter_model.safetensors.
+"""Read and write PEFT's files: adapter_config.json (`peft_config.py`) and adapter_model.safetensors.
 
 The tensors decide which layers have adapters; the configuration says how the factors are scaled.
 PEFT's lora_A (r, f_in) is dᵗ and its lora_B (f_out, r) is uᵗ.
@@ -10,34 +10,30 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import HandgradError, MissingError, shown
-from ..families import HEADS, full_name
+from ..errors import HandgradError, shown
+from ..families import HEADS, Family, full_name
 from ..files import manifest
 from ..files.atomic import write_folder
 from ..files.reading import read_json
 from ..files.tensors import read_tensors
 from ..gguf.file import is_gguf
+from ..model.config import ModelConfig
 from ..model.gpt import GPT
+from . import experts
 from .config import LoRAConfig
-from .experts import split_by_expert
 from .injection import adapters_of, apply, biases_of, layers_of, modules_to_save
 from .patterns import is_inside, matches, prepare_matches
+from .peft_config import CONFIG, compact, parameters_of, peft_config, read_config
 
 T = TypeVar("T")
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# PEFT options that change what an adapter computes and are not supported.
-_UNSUPPORTED = (
-    "layer_replication", "megatron_config", "trainable_token_indices", "use_qalora", "lora_bias",
-    "use_bdlora", "arrow_config", "kasa_config", "alora_invocation_tokens", "velora_config", "monteclora_config",
-)  # fmt: skip
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initializations that change the base model
 
 
 def save(model: GPT, path: str | Path) -> None:
@@ -55,68 +51,38 @@ def save(model: GPT, path: str | Path) -> None:
     write_folder(folder, fill)
 
 
+def check(model: GPT) -> None:
+    """Raise if PEFT cannot hold the adapters of the model."""
+    experts.check(model.config, adapters_of(model))
+
+
 def write(model: GPT, folder: Path) -> None:
     """Write both files into a new folder."""
+    assert model.adapter is not None
+    check(model)
     tensors: dict[str, Tensor] = {}
     adapters = adapters_of(model)
-    for name, adapter in adapters.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.down.t()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = adapter.up.t()
+    stacks = experts.stack(model.config, adapters)
+    stacked = {layer for one in stacks for own in one.layers for layer in own}
+    for name in (name for name in adapters if name not in stacked):
+        adapter = adapters[name]
+        tensors[f"{name}.lora_A.weight"] = adapter.down.t()
+        tensors[f"{name}.lora_B.weight"] = adapter.up.t()
         if adapter.magnitude is not None:
-            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = adapter.magnitude
+            tensors[f"{name}.lora_magnitude_vector"] = adapter.magnitude
+    for one, name in experts.module_names(stacks).items():
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = stacks[one].a, stacks[one].b
     for name, module in modules_to_save(model).items():
         for kind, p in module.named_parameters(recurse=False):
-            tensors[f"{PREFIX}{name}.{kind}"] = p
+            tensors[f"{name}.{kind}"] = p
     for name, p in biases_of(model, model.adapter.bias, adapters).items():
         layer = _layer(name)
         inside = layer in adapters and layer not in modules_to_save(model)
-        tensors[f"{PREFIX}{layer}{'.base_layer' if inside else ''}.bias"] = p
-    ready = {name: t.detach().contiguous() for name, t in tensors.items()}
+        tensors[f"{layer}{'.base_layer' if inside else ''}.bias"] = p
+    table = model.config.table
+    ready = {PREFIX + table.as_in_memory(name): t.detach().contiguous() for name, t in tensors.items()}
     save_file(ready, folder / TENSORS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(_peft_config(model), indent=2) + "\n", encoding="utf-8")
-
-
-def _peft_config(model: GPT) -> dict[str, object]:
-    config: LoRAConfig = model.adapter
-    names = list(adapters_of(model))
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.source or None,
-        "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": _as_int(config.alpha or config.rank),
-        "lora_dropout": config.dropout,
-        "target_modules": _compact(names, list(layers_of(model))),
-        "rank_pattern": config.rank_pattern,
-        "alpha_pattern": {name: _as_int(alpha) for name, alpha in config.alpha_pattern.items()},
-        "use_rslora": config.rslora,
-        "use_dora": config.dora,
-        "fan_in_fan_out": any(adapter.base.in_out for adapter in adapters_of(model).values()),
-        "bias": config.bias,
-        "modules_to_save": list(config.modules_to_save) or None,
-        "init_lora_weights": True,
-        **({"handgrad": {"freeze_down": True}} if config.freeze_down else {}),
-    }
-
-
-def _as_int(x: float) -> float:
-    """16.0 → 16, as PEFT writes it"""
-    return int(x) if x == int(x) else x
-
-
-def _compact(names: list[str], all_names: list[str]) -> list[str]:
-    """The shortest patterns that select exactly these layers: c_attn for that of every block, else complete names."""
-    chosen = set(names)
-    patterns: dict[str, None] = {}
-    for name in names:
-        for end in (name.rpartition(".")[2], ".".join(name.split(".")[-2:]), name):
-            if end in patterns or all(
-                other in chosen for other in all_names if other == end or other.endswith("." + end)
-            ):
-                patterns[end] = None
-                break
-    return list(patterns)
+    (folder / CONFIG).write_text(json.dumps(peft_config(model, stacks), indent=2) + "\n", encoding="utf-8")
 
 
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,8 +95,10 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
     config = read_config(folder)
     manifest.check_present(folder)
     file = folder / TENSORS
-    factors, rest, copies = _read_sorted(file)
-    factors, config = split_by_expert(model, factors, config, file)
+    table = model.config.table
+    factors, rest, copies = _read_sorted(file, table)
+    factors, config = experts.split(model.config, factors, config, parameters_of(folder), file)
+    config = replace(config, modules_to_save=tuple(map(table.as_in_files, config.modules_to_save)))
     layers = layers_of(model)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     for name, parts in factors.items():
@@ -164,7 +132,7 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
         raise HandgradError(f"{file}: contains {unlisted[0]}, which {CONFIG} does not list in modules_to_save")
     config = replace(
         config,
-        targets=tuple(_compact(list(factors), list(layers))),
+        targets=tuple(compact(list(factors), list(layers))),
         rank_pattern=_used(config.rank_pattern, factors),
         alpha_pattern=_used(config.alpha_pattern, factors),
     )
@@ -179,68 +147,17 @@ def _used(patterns: dict[str, T], names: Iterable[str]) -> dict[str, T]:
     return {p: value for p, value in patterns.items() if any(matches(p, name) for name in names)}
 
 
-def read_config(folder: Path) -> LoRAConfig:
-    """Read adapter_config.json. An option that matters and is not supported raises."""
-    file = folder / CONFIG
-    try:
-        raw = read_json(file)
-    except MissingError:
-        raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter directory") from None
-    return config_of(raw, file)
-
-
-def config_of(raw: dict[str, Any], file: Path) -> LoRAConfig:
-    """A parsed adapter_config.json → the adapter it describes. Messages name `file`."""
-    if raw.get("peft_type") != "LORA":
-        raise HandgradError(f"{file}: peft_type is {shown(raw.get('peft_type'))}; only LORA is supported")
-    for field, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list), ("handgrad", dict)):
-        if raw.get(field) is not None and not isinstance(raw[field], kind):
-            raise HandgradError(f"{file}: {field} must be a {kind.__name__}, not {shown(raw[field])}")
-    for option in _UNSUPPORTED:
-        if raw.get(option):
-            raise HandgradError(f"{file}: {option} is set to {shown(raw[option])}, which is not supported")
-    start = raw.get("init_lora_weights", True)
-    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
-        raise HandgradError(
-            f"{file}: init_lora_weights is {shown(start)}, which needs a changed base model: convert it to plain"
-            " LoRA with peft first (save_pretrained with path_initial_model_for_weight_conversion)"
-        )
-    own = raw.get("handgrad") or {}
-
-    def flag(fields: dict[str, Any], field: str) -> bool:
-        value = fields.get(field)
-        if not isinstance(value, bool | None):
-            raise HandgradError(f"{field} must be true or false, not {shown(value)}")
-        return bool(value)
-
-    try:
-        return LoRAConfig(
-            rank=raw["r"],
-            alpha=raw.get("lora_alpha", 8),
-            rank_pattern=raw.get("rank_pattern") or {},
-            alpha_pattern=raw.get("alpha_pattern") or {},
-            rslora=flag(raw, "use_rslora"),
-            dora=flag(raw, "use_dora"),
-            dropout=raw.get("lora_dropout", 0.0),
-            freeze_down=flag(own, "freeze_down"),
-            modules_to_save=tuple(raw.get("modules_to_save") or ()),
-            bias=raw.get("bias", "none"),
-        )
-    except KeyError as missing:
-        raise HandgradError(f"{file} has no field {missing}") from None
-    except (HandgradError, TypeError, AttributeError) as mistake:
-        raise HandgradError(f"{file}: {mistake}") from None
-
-
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter rather than a model."""
     return os.path.lexists(folder / CONFIG) and not os.path.lexists(folder / "config.json")
 
 
-def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
+def ranks_of(folder: Path, model: ModelConfig) -> tuple[dict[str, int], int]:
     """The rank of each layer's adapter, and the number of trained parameters besides the factors."""
-    factors, rest, copies = _read_sorted(folder / TENSORS)
-    if read_config(folder).bias != "none":
+    factors, rest, copies = _read_sorted(folder / TENSORS, model.table)
+    config = read_config(folder)
+    factors, _ = experts.split(model, factors, config, parameters_of(folder), folder / TENSORS)
+    if config.bias != "none":
         rest |= {name: t for name, t in copies.items() if name.endswith(".bias")}
     others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
     named = sorted(factors, key=lambda name: name in HEADS)  # the head comes last
@@ -248,15 +165,17 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
-def replaced_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def replaced_tensors(folder: Path, table: Family) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the adapter has besides its factors, under the model's names: layers trained in full, and PEFT's copies of layers
     that have an adapter."""
-    return _read_sorted(folder / TENSORS)[1:]
+    return _read_sorted(folder / TENSORS, table)[1:]
 
 
-def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
+def read_factors(folder: Path, model: ModelConfig) -> dict[str, tuple[Tensor, Tensor, float]]:
     """The factors d (f_in, r) and u (r, f_out) of every layer, and what their product is multiplied by."""
-    config, (factors, _, _) = read_config(folder), _read_sorted(folder / TENSORS)
+    file = folder / TENSORS
+    factors, _, _ = _read_sorted(file, model.table)
+    factors, config = experts.split(model, factors, read_config(folder), parameters_of(folder), file)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     return {name: (p["lora_A"].t(), p["lora_B"].t(), config.scale_of(name)) for name, p in factors.items()}
 
@@ -284,20 +203,22 @@ def _hashes(model: Path) -> list[str]:
     return [manifest.sha256_of(file) for file in ([model] if is_gguf(model) else sorted(model.glob("*.safetensors")))]
 
 
-def _model_name(name: str, file: Path) -> str:
-    """PEFT's tensor name → the model's: without base_model.model., with a prefix that the base model may omit."""
+def _model_name(name: str, file: Path, table: Family) -> str:
+    """PEFT's tensor name → that in the model's files: without base_model.model., with a prefix that they may omit."""
     if not name.startswith(PREFIX):
         raise HandgradError(f"{file}: {name} is not an adapter tensor: its name must begin with {PREFIX}")
-    return full_name(name.removeprefix(PREFIX))
+    return table.as_in_files(full_name(name.removeprefix(PREFIX)))
 
 
-def _read_sorted(file: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+def _read_sorted(
+    file: Path, table: Family
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a file under the model's names: factors by layer; layers trained in full; PEFT's copies of layers that
     have an adapter."""
     factors: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
-    tensors = {_model_name(name, file): tensor for name, tensor in read_tensors(file).items()}
+    tensors = {_model_name(name, file, table): tensor for name, tensor in read_tensors(file).items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise HandgradError(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")

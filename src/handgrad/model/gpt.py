@@ -22,7 +22,7 @@ from .logits import Logits
 from .network import Network
 from .passes import prefixes
 from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
-from .passes.batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
+from .passes.batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
 from .passes.objective import MEAN_LOSS, TEXT_LOSS, MeanLoss, Objective, PositionLoss, RowObjective
 from .passes.options import DEFAULTS, Finished, PassOptions, no_hook, with_zeros
@@ -183,16 +183,6 @@ class GPT(Network):
         return RouterLosses(self.config, self._count(work, windows))
 
     # ── preparation ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
-        """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
-        self.check_parameters()
-        if torch.is_autocast_enabled(self.device.type):
-            raise HandgradError(
-                "torch.autocast is not supported: it changes the dtype of single products, and the gradients are written"
-                " for one dtype throughout; remove it, and convert the model instead: model.to(torch.bfloat16)"
-            )
-        return pack(tokens, lengths, self.config, self.device)
 
     def prepare(
         self,

@@ -24,7 +24,7 @@ from .layers.linear import Affine, Embedding, Head, Linear, freeze
 from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
 from .passes.arguments import Rotations
-from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE
+from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, pack
 from .passes.readout import Ending
 from .precision import check_precision, why_not_mixed
 from .storage.weights import STORED, Scratch, Weights
@@ -311,6 +311,16 @@ class Network(Parts):
         if self.embeddings_train():
             return 0
         return next((i for i, block in enumerate(self.blocks) if block.trains), len(self.blocks))
+
+    def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
+        """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
+        self.check_parameters()
+        if torch.is_autocast_enabled(self.device.type):
+            raise HandgradError(
+                "torch.autocast is not supported: it changes the dtype of single products, and the gradients are written"
+                " for one dtype throughout; remove it, and convert the model instead: model.to(torch.bfloat16)"
+            )
+        return pack(tokens, lengths, self.config, self.device)
 
     def dropout_seed(self, seed: int | None) -> int | None:
         """The dropout seed of a pass; None if no layer drops anything."""

@@ -228,7 +228,7 @@ def plan_model(
                 f"{found.name} is an adapter, and the plan is for training it: leave out {option('rank')} and"
                 f" {option('targets')}"
             )
-        ranks, extra = peft.ranks_of(found.folder)
+        ranks, extra = peft.ranks_of(found.folder, config)
         return make_plan(config, ranks=ranks, extra=extra, kinds=kinds, **step)
     return make_plan(config, rank=rank, targets=targets, kinds=kinds, **step)
 

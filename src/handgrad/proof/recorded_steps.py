@@ -189,6 +189,8 @@ class RecordedSteps:
             elif step.kind == "linear":
                 before = again.get(step.inputs[0])
                 results = torch.cat([inside.affine(layer, inputs[0], before) for layer in layers], 1)
+                if outputs[0].endswith(".a_shared") and block.mlp.has("shared_gate"):
+                    results = inside.signal(results)  # Δ_8 is multiplied by the gate after its product, not before
                 for name, x in zip(outputs, self._split(results, outputs), strict=True):
                     steps.write(name, x)
             elif step.kind == "convolution":
@@ -202,7 +204,7 @@ class RecordedSteps:
                     steps.total = steps.total + self.terms.of_block(inputs[0])
                 steps.write(outputs[0], self._mixture(step.kind, block.mlp, inputs, inside))
             elif step.kind == "mixture":
-                steps.write(outputs[0], mixed(*inputs))
+                steps.write(outputs[0], self._mixed(inputs, inside))
             else:
                 steps.write(outputs[0], gated(c.g, *inputs) if step.kind == "gated" else ACTIVATIONS[c.g](inputs[0]))
             if step.kind in ("norm", "gated", "activation", "convolution"):
@@ -265,6 +267,16 @@ class RecordedSteps:
             )
 
         return outputs(a, choose(given[1], m), expert)
+
+    @staticmethod
+    def _mixed(given: list[Tensor], inside: Inside) -> Tensor:
+        """a_gates, a_experts and what is shared → a_9. The error signals of gates are ⟨Δ_9 w_8ᵗ, a_8⟩, of a Δ_9 and an a_8
+        that are rounded inside."""
+        gates, y, *shared = given
+        output, gate = shared[:1], shared[1:]  # of what is shared
+        of_outputs = mixed(gates.detach(), y, *output, *(x.detach() for x in gate))
+        of_gates = mixed(gates, *(inside.value(x).detach() for x in (y, *output)), *gate)
+        return of_outputs + of_gates - of_gates.detach()
 
     def _split(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """x as the tensors of these names that are side by side in it"""

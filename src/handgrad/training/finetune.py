@@ -15,7 +15,8 @@ from ..files.reading import read_text
 from ..formats import models
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
-from ..lora import gguf_export
+from ..lora import gguf_export, peft
+from ..lora.experts import share_factors
 from ..model.gpt import GPT
 from ..model.precision import why_not_mixed
 from ..model.storage.rounded import round_frozen
@@ -54,6 +55,12 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     set_router_losses(model, options)
     if checkpoint is None:
         _choose_weights(model, options)
+        if share_factors(model.config, lora.adapters_of(model)) and ranks.first:
+            display.say(
+                "PEFT wrote this adapter with one factor A for gate and up of each expert. Here each trains its own, so"
+                " training goes on differently than with PEFT."
+            )
+    peft.check(model)
     if model.operand is not None and model.adapter is not None:
         round_frozen(model)
 

@@ -7,7 +7,7 @@ import { csvText, pythonOf } from "./csv.js";
 import { cellsOfRow, growth, logarithmic, meanShares, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { chance, count, exact, fit, number, percent, probability, shapeOf, signed, visible, written } from "./format.js";
 import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
-import { markOf, NOTE } from "./network_map.js";
+import { markOf, note } from "./network_map.js";
 import { aboutChecks, badge } from "./proof.js";
 import { joints, mapLines, widths } from "./map_lines.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
@@ -101,11 +101,14 @@ test("checks that still run are not called verified", () => {
 
 test("finite differences that are not computed are not claimed", () => {
   const stations = [{ id: "a_11", kind: "norm", block: null }, { id: "blocks.1.a_6", kind: "norm", block: 1 }];
-  const at = (state) => stopOf(7, { table: { stations }, proofs: { "blocks.1.a_6": { passed: true, state } } }).text;
+  const at = (state) => stopOf(7, { table: { stations, torch: true }, proofs: { "blocks.1.a_6": { passed: true, state } } }).text;
   assert.deepEqual(["done", "autograd"].map((state) => /finite differences/.test(at(state))), [true, false]);
-  assert.match(aboutChecks({ state: "done" }), /autograd and with finite differences of/);
-  assert.match(aboutChecks({ state: "autograd" }), /autograd\. Finite differences were not computed\. /);
-  assert.doesNotMatch(NOTE, /so far/); // in a file nothing follows
+  assert.match(aboutChecks({ state: "done" }, true), /autograd and with finite differences of/);
+  assert.match(aboutChecks({ state: "autograd" }, true), /autograd\. Finite differences were not computed\. /);
+  assert.doesNotMatch(note(false), /autograd/); // of a page that computes itself
+  assert.doesNotMatch(aboutChecks({ state: "done" }, false), /compared with torch's autograd/);
+  assert.doesNotMatch(stopOf(7, { table: { stations, torch: false }, proofs: null }).text, /automatic differentiation/);
+  assert.doesNotMatch(note(true), /so far/); // in a file nothing follows
 });
 
 test("the tour describes the first error signal of what is explained", () => {
@@ -150,7 +153,7 @@ test("the axis of the steps holds what was measured and what was predicted", () 
 });
 
 test("an address holds the place, the objective and the sentence", () => {
-  const here = { view: "station", station: "blocks.1.a_3", direction: "backward", token: 4, head: 2, text: "a + b & c?", objective: "position-3" };
+  const here = { view: "station", station: "blocks.1.a_3", direction: "backward", token: 4, head: 2, text: "a + b & c?", objective: "position-3", exercise: "", hand: null };
   assert.deepEqual(parseAddress(formatAddress(here)), here);
   assert.equal(formatAddress({ ...here, view: "flow", token: null, head: 0, text: null, objective: null }), "#/flow");
   assert.deepEqual(allStops(["x", "y"]), [["x", "forward"], ["y", "forward"], ["y", "backward"], ["x", "backward"]]);

@@ -35,14 +35,16 @@ def audit_folder(
     adapter: str | Path | None = None,
     data: tuple[str, ...] = (),
     dtype: torch.dtype | str | None = None,
-    attention: str = "sdpa",
+    attention: str | None = None,
     sequences: int = 3,
     tokens: int = 48,
     setup: bool = True,
     seed: int = 0,
 ) -> Audit:
-    """Open a model directory, or an adapter's, with transformers and PEFT, and audit it on examples or random tokens."""
-    if attention not in ATTENTIONS:
+    """Open a model directory, or an adapter's, with transformers and PEFT, and audit it on examples or random tokens.
+
+    attention   of transformers, sdpa or eager (default: sdpa where the model has it)"""
+    if attention not in (None, *ATTENTIONS):
         raise HandgradError(f"{option('attention')} must be {' or '.join(ATTENTIONS)}, not {attention!r}")
     given = None if dtype is None else as_dtype(dtype, STORED_DTYPES)
     base, adapter_folder = _folders(locate(path), adapter)
@@ -72,13 +74,24 @@ def _folders(folder: Path, adapter: str | Path | None) -> tuple[Path, Path | Non
     return folder, found
 
 
-def _open(base: Path, adapter: Path | None, dtype: torch.dtype | None, attention: str, config: ModelConfig) -> Any:
+def _open(
+    base: Path, adapter: Path | None, dtype: torch.dtype | None, attention: str | None, config: ModelConfig
+) -> Any:
     transformers = _imported("transformers")
     # only safetensors: other files of weights can run code
-    options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "attn_implementation": attention}
+    options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
+    if attention is not None:
+        options["attn_implementation"] = attention
     if config.n_experts is not None and (config.d_model % GROUPED or config.expert_width % GROUPED):
         options["experts_implementation"] = "eager"
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto", **options)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto", **options)
+    except ValueError as reason:
+        if attention is None or "attention implementation" not in str(reason):
+            raise
+        raise HandgradError(
+            f"transformers has no {attention} attention for {base}: leave out {option('attention')}, or give eager"
+        ) from None
     if adapter is None:
         return model
     return _imported("peft").PeftModel.from_pretrained(model, str(adapter), is_trainable=True)

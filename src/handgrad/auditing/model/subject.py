@@ -5,6 +5,7 @@ Hugging Face's names. Nothing here runs it or changes it.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from ...formats.config_json import read_config
 from ...formats.huggingface import build
 from ...formats.stacked_experts import Piece, split_name
 from ...lora.config import LoRAConfig
+from ...lora.experts import Stack, stacks_of
 from ...lora.injection import adapters_of, biases_of, layers_of, put
 from ...lora.layer import LoRA
 from ...lora.patterns import prepare_matches
-from ...lora.peft import config_of
+from ...lora.peft_config import config_of
 from ...machine import available_memory
 from ...model.config import ModelConfig
 from ...model.gpt import GPT
@@ -30,8 +32,24 @@ from ...model.layers.experts import SELECTION
 
 BYTES_PER_PARAMETER = 8 * 5  # float64: weights, hand-derived and perturbed gradients, and the signals beside them
 _WRAPPERS = ("module", "_orig_mod")  # of DistributedDataParallel and torch.compile
-FACTORS = {"lora_A": "down", "lora_B": "up", "lora_magnitude_vector": "magnitude"}
 OF_EXPERT = {"expert.gate": "gate of expert", "expert.expand": "up of expert", "expert.contract": "expert"}
+
+
+class FactorPiece(NamedTuple):
+    """What belongs to an expert in a factor of PEFT's for all experts of a block."""
+
+    expert: int
+    layer: str  # as the tables of families call it; of factor A, which gate and up share, the last one
+    stack: Stack
+    rows: tuple[int, int] | None  # of factor A
+    i: int = 0  # of factor B: it is the i-th layer
+
+    def of(self, x: Tensor) -> Tensor:
+        """Take it out of the factor."""
+        if self.rows is not None:
+            return x[slice(*self.rows)]
+        count = len(self.stack.layers)
+        return self.stack.outputs(x.reshape(len(x), -1, count)[:, :, self.expert], self.i)
 
 
 class Held(NamedTuple):
@@ -39,7 +57,7 @@ class Held(NamedTuple):
 
     name: str
     parameter: nn.Parameter
-    piece: Piece | None = None
+    piece: Piece | FactorPiece | None = None
 
     @property
     def title(self) -> str:
@@ -137,10 +155,11 @@ def make_subject(
     read, balance = _config(base, config)
     found = _parameters(base, adapter, names or (lambda name: read.table.as_in_files(full_name(name))), read)
     ours = _build(read, found, transposed)
+    factors: dict[str, Held] = {}
     if adapter is not None and lora is not None:
-        _add_adapters(ours, base, adapter, lora, found)
+        factors = _add_adapters(ours, base, adapter, lora)
     ours.double().eval()
-    tracked = list(_pairs(ours, base, found, adapter, names, transposed))
+    tracked = list(_pairs(ours, base, found, factors, adapter, transposed))
     broken = [t.name for t in tracked if not torch.isfinite(t.parameter).all()]
     if broken:
         raise HandgradError(f"{broken[0]} holds NaN or infinity ({len(broken)} such), so no gradient can be right")
@@ -213,7 +232,7 @@ def _parameters(base: nn.Module, adapter: str | None, names: Names, config: Mode
             continue
         if not p.is_floating_point():
             raise HandgradError(f"{name} holds {p.dtype}, not floating-point numbers: load the model unquantized")
-        plain = name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")
+        plain = re.sub(r"(\.base_layer)+\.", ".", name).replace(f".modules_to_save.{adapter}.", ".")
         if config.n_experts is None:
             found[names(plain)] = Held(name, p)
         else:
@@ -261,54 +280,93 @@ def _build(config: ModelConfig, found: dict[str, Held], transposed: tuple[str, .
 
 
 @torch.no_grad()
-def _add_adapters(ours: GPT, base: nn.Module, adapter: str, config: LoRAConfig, found: dict[str, Held]) -> None:
-    layers = layers_of(ours)
+def _add_adapters(ours: GPT, base: nn.Module, adapter: str, config: LoRAConfig) -> dict[str, Held]:
+    """Give our model the adapters of PEFT, and return PEFT's factors by our names."""
+    layers, table = layers_of(ours), ours.config.table
     modules = {name: m for name, m in base.named_modules() if adapter in getattr(m, "lora_A", {})}
     if any(adapter in getattr(m, "lora_embedding_A", {}) for m in base.modules()):
         raise HandgradError("adapters of embeddings are not supported: give adapters to linear layers")
-    table = ours.config.table
-    names = {table.as_in_files(full_name(name)): m for name, m in modules.items()}
-    if not names:
+    if not modules:
         raise HandgradError(f"the adapter {adapter!r} has no low-rank factors")
-    prepare_matches((*config.rank_pattern, *config.alpha_pattern), list(names))
-    for name, module in names.items():
-        if name not in layers:
-            raise HandgradError(f"the adapter changes {name}, which is no linear layer of ours")
+    stacks = {one.parameter: one for one in stacks_of(ours.config)}
+    keys = {name: _key_of(full_name(name), module) for name, module in modules.items()}  # of its rank and scale
+    prepare_matches((*config.rank_pattern, *config.alpha_pattern), list(keys.values()))
+    factors: dict[str, Held] = {}
+    for path, module in modules.items():
+        name, scale = table.as_in_files(full_name(path)), config.scale_of(keys[path])
         if getattr(module, "merged", False):
             raise HandgradError("the adapter is merged into the weights: call model.unmerge_adapter() first")
+        a, b = (getattr(module, factor)[adapter].weight for factor in ("lora_A", "lora_B"))
+        held = {"down": Held(f"{path}.lora_A.{adapter}.weight", a), "up": Held(f"{path}.lora_B.{adapter}.weight", b)}
+        if keys[path] in stacks:
+            factors |= _add_stacked(ours, stacks[keys[path]], held, scale)
+            continue
+        if name not in layers:
+            raise HandgradError(f"the adapter changes {name}, which is no linear layer of ours")
         magnitude = adapter in getattr(module, "lora_magnitude_vector", {})
-        rank = module.lora_A[adapter].weight.shape[0]
-        layer = LoRA(layers[name].plain(), rank, config.scale_of(name), magnitude=magnitude)
-        layer.down.copy_(module.lora_A[adapter].weight.t().cpu())
-        layer.up.copy_(module.lora_B[adapter].weight.t().cpu())
+        layer = LoRA(layers[name].plain(), len(a), scale, magnitude=magnitude)
+        if magnitude:
+            theirs = module.lora_magnitude_vector[adapter].weight
+            held["magnitude"] = Held(f"{path}.lora_magnitude_vector.{adapter}.weight", theirs)
+        _set_factors(layer, a, b)
         if layer.magnitude is not None:
-            layer.magnitude.copy_(module.lora_magnitude_vector[adapter].weight.flatten().cpu())
+            layer.magnitude.copy_(held["magnitude"].parameter.flatten().cpu())
         put(ours, name, layer)
+        factors |= {f"{name}.{kind}": x for kind, x in held.items()}
     ours.adapter = config
+    return factors
+
+
+def _key_of(path: str, module: Any) -> str:
+    """What PEFT calls the layer or the parameter that an adapter changes."""
+    path = re.sub(r"(\.base_layer)+$", "", path)
+    return f"{path}.{module.parameter_name}" if hasattr(module, "parameter_name") else path
+
+
+def _add_stacked(ours: GPT, stack: Stack, held: dict[str, Held], scale: float) -> dict[str, Held]:
+    """Give every expert its part of the factors for all of them: gate and up share A, and so its gradient."""
+    layers, (a, b) = layers_of(ours), (held[kind].parameter for kind in ("down", "up"))
+    rank = len(a) // len(stack.layers)
+    kinds = ("expert.contract",) if len(stack.layers[0]) == 1 else ("expert.gate", "expert.expand")
+    factors: dict[str, Held] = {}
+    for e, own in enumerate(stack.layers):
+        first: LoRA | None = None
+        of_a = FactorPiece(e, "expert.contract", stack, (e * rank, (e + 1) * rank))
+        for i, name in enumerate(own):
+            of_b = FactorPiece(e, kinds[i], stack, None, i)
+            layer = LoRA(layers[name].plain(), rank, scale)
+            _set_factors(layer, of_a.of(a), of_b.of(b))
+            if first is not None:
+                layer.down = first.down
+            first = layer
+            put(ours, name, layer)
+            factors |= {f"{name}.down": held["down"]._replace(piece=of_a)}
+            factors |= {f"{name}.up": held["up"]._replace(piece=of_b)}
+    return factors
+
+
+def _set_factors(layer: LoRA, a: Tensor, b: Tensor) -> None:
+    layer.down.copy_(a.t().cpu())
+    layer.up.copy_(b.t().cpu())
 
 
 def _pairs(
     ours: GPT,
     base: nn.Module,
     found: dict[str, Held],
+    factors: dict[str, Held],
     adapter: str | None,
-    names: Names | None,
     transposed: tuple[str, ...],
 ) -> Iterator[Tracked]:
     """Every parameter of ours with its twin."""
+    biases = {} if ours.adapter is None else biases_of(ours, ours.adapter.bias, adapters_of(ours))
     parameters = dict(base.named_parameters(remove_duplicate=False))
-    layers = adapters_of(ours)
-    held = [name.partition(".lora_")[0] for name in parameters if ".lora_" in name]
-    original = {ours.config.table.as_in_files(full_name(name)): name for name in held}
-    biases = {} if ours.adapter is None else biases_of(ours, ours.adapter.bias, layers)
     freeze_down = ours.adapter is not None and _all_frozen(parameters, "lora_A", adapter)
     for name, _ in ours.named_parameters():
-        path, _, kind = name.rpartition(".")
-        if path in layers:
-            factor = next(theirs for theirs, mine in FACTORS.items() if mine == kind)
-            theirs = f"{original[path]}.{factor}.{adapter}.weight"
+        if name in factors:
+            kind = name.rpartition(".")[2]
             trains = not (freeze_down and kind == "down")
-            yield Tracked(theirs, Held(theirs, parameters[theirs]), name, kind != "magnitude", True, trains)
+            yield Tracked(factors[name].title, factors[name], name, kind != "magnitude", True, trains)
         else:
             plain = name.replace(".base.", ".")
             own = found[plain]
@@ -326,7 +384,7 @@ def _all_frozen(parameters: dict[str, nn.Parameter], factor: str, adapter: str |
 
 def _module_of(parameter: str) -> str:
     """The module that computes with a parameter: an adapted layer rather than the layer inside it."""
-    path = parameter.rpartition(".")[0].removesuffix(".base_layer")
+    path = re.sub(r"(\.base_layer)+$", "", parameter.rpartition(".")[0])
     return path.partition(".modules_to_save.")[0]
 
 

@@ -1,10 +1,11 @@
 // @ts-check
 // The attention picture: one head's attention weights, the error that flows back between tokens, and its branches.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { pythonOf } from "./csv.js";
 import { number } from "./format.js";
 import { heat, positioned } from "./heatmap.js";
+import { headLink } from "./linked.js";
 import { caption, chips, foldable, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -21,7 +22,7 @@ export function attentionCard(head, state, actions, labels) {
     choose: (i) => actions.select({ head: i }),
     items: head.heads.map((one, i) => ({
       label: `Head ${i + 1}, incoming error ${number(one.incoming)}`,
-      data: { "data-head-button": i },
+      data: { "data-head-button": i, "data-link": headLink(head.block, i) },
       content: [
         h("span.gauge", { "aria-hidden": "true" }, h("i", { style: { height: `${(100 * one.incoming) / most}%` } })),
         String(i + 1),
@@ -31,7 +32,7 @@ export function attentionCard(head, state, actions, labels) {
   const shared = { sentence: state.overview.id, rowLabels: labels, selected: state.token };
   const square = (key, title, kind, positive, caption, join = " ← ") => {
     const { picture, name, python } = head.maps[key];
-    const followed = key !== "sent" && !offline;
+    const followed = key !== "sent" && has("follow");
     return heat({
       key,
       title,

@@ -1,9 +1,10 @@
 // @ts-check
 // The view “Attribution”: which tokens of the sentence the explained word depends on, by two estimates and by removal.
 
-import { has, offline } from "./api.js";
+import { has } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, number, probability, quote, signed, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { button, caption, chips, choice, field, figureCell, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -68,7 +69,7 @@ function explained(found, state, actions) {
     h("b", { "data-value": found.value }, number(found.value)),
     found.against ? "." : `, ${probability(chance(-found.value))}.`,
     whole ? ` One ${unit} at a time: not the mean loss of the sentence, which the rest of the page explains. ` : null,
-    whole && !offline
+    whole && has("sentence")
       ? button(`explain this ${unit} everywhere`, () => actions.explainWord(found.position), {
           class: "small",
           id: "explain-attributed",
@@ -80,11 +81,11 @@ function explained(found, state, actions) {
 function sentence(found, state, actions) {
   const values = found.rows.map((row) => row[shown]);
   const most = Math.max(...values.map((x) => Math.abs(x ?? 0)), 1e-300);
-  const items = found.rows.map((row) => ({
+  const items = found.rows.map((row, t) => ({
     content: [h("b", visible(row.label)), h("small", row[shown] === null ? "–" : signed(row[shown], 2))],
     label: `${visible(row.label)}: ${row[shown] === null ? "not measured" : signed(row[shown])}`,
     style: row[shown] === null ? null : filled("delta", (-0.9 * row[shown]) / most),
-    data: { "data-value": row[shown] ?? "" },
+    data: { "data-value": row[shown] ?? "", "data-link": tokenLink(t) },
   }));
   return savedFigure(
     {
@@ -116,8 +117,9 @@ const unitOf = (/** @type {any} */ found) => (found.against ? "logits" : "log-pr
 function comparison(found) {
   const value = (row, key) =>
     figureCell(row[key] === null ? "–" : signed(row[key]), { "data-value": row[key] ?? "" });
+  const values = (row) => Object.keys(METHODS).map((key) => value(row, key));
   const rows = found.rows.map((row, t) =>
-    tr({ key: t }, figureCell(t + 1), h("b", visible(row.label)), Object.keys(METHODS).map((key) => value(row, key))),
+    tr({ key: t, "data-link": tokenLink(t) }, figureCell(t + 1), h("b", visible(row.label)), values(row)),
   );
   const columns = Object.values(METHODS).map((name) => `${name}, in ${unitOf(found)}`);
   return table("Comparison", ["position", "token", ...columns], rows, {
@@ -135,7 +137,7 @@ function gap(found, actions) {
   return h(
     "section.card.controls",
     { "aria-label": "Completeness", key: "gap" },
-    offline ? null : field("steps of the integral", select({ id: "ig-steps", value: steps }, choices, change)),
+    !has("attribution", { steps: 64 }) ? null : field("steps of the integral", select({ id: "ig-steps", value: steps }, choices, change)),
     caption(
       "Integrated gradients must add up to the whole difference between this sentence and a baseline in which every token " +
         "but the first has the mean row of the token table: ",

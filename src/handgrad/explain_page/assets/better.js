@@ -1,18 +1,43 @@
 // @ts-check
-// A page that opened with a model of random weights says that a trained one is coming, and links to it when it is there.
+// Models that know more than that of the page: one that is being trained or downloaded, with a link when it is there, and one
+// that can be downloaded.
 
-import { get } from "./api.js";
+import { get, post } from "./api.js";
+import { button } from "./parts.js";
 import { find, h, render } from "./render.js";
+import { setStatus } from "./status.js";
 
 const INTERVAL = 2000; // milliseconds
+let waiting = 0;
 
-/** @param {{ text: string, url: string | null } | null} found */
+/** @typedef {{ text: string, url: string | null, download: boolean }} Better */
+
+/** @param {Better[]} found */
 export function showBetter(found) {
-  if (!found) return;
-  const line = find("better");
-  line.hidden = false;
-  render(line, [found.text, found.url ? h("a", { href: found.url, id: "better-link" }, "Open it.") : null].filter(Boolean));
-  if (found.url === null) setTimeout(look, INTERVAL);
+  const box = find("better");
+  box.hidden = !found.length;
+  render(box, found.map(line));
+  clearTimeout(waiting);
+  if (found.some(({ url }) => url === null)) waiting = setTimeout(look, INTERVAL);
+}
+
+/** @param {Better} one @param {number} i */
+const line = ({ text, url, download }, i) =>
+  h(
+    "p",
+    { key: i },
+    text,
+    " ",
+    url ? h("a", { href: url, class: "better-link" }, "Open it.") : null,
+    download ? button("Download it", ask, { id: "download", class: "small" }) : null,
+  );
+
+async function ask() {
+  try {
+    showBetter((await post("download", {})).better);
+  } catch (reason) {
+    setStatus(/** @type {Error} */ (reason).message, true);
+  }
 }
 
 async function look() {

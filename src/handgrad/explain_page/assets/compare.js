@@ -2,12 +2,13 @@
 // The view “Compare”: this trace and another one, side by side and as a difference. The other one has another sentence, the
 // weights before the steps, or no adapters.
 
-import { offline, post } from "./api.js";
+import { has, post } from "./api.js";
 import { filled } from "./colors.js";
 import { count, number, percent, quote, visible } from "./format.js";
 import { heat, numbered, positioned, worded } from "./heatmap.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
-import { button, caption, field, figureCell, ofBlock, select, table, tr, viewHead } from "./parts.js";
+import { button, caption, field, figureCell, ofBlock, select, soft, table, tr, viewHead } from "./parts.js";
+import { patchRequests, patchSections } from "./patching.js";
 import { h } from "./render.js";
 import { entriesOf, savedFigure } from "./save.js";
 
@@ -23,20 +24,27 @@ const PYTHON =
 export const compareView = {
   id: "compare",
   title: "Compare",
-  available: () => !offline,
+  available: () => has("compare"),
+  about: "Compare this trace with that of another sentence, or of other weights: every number side by side, and the difference.",
 
   /** @param {any} state */
   needs: (state) =>
     other.id
-      ? { all: ["compare", { other: other.id }], found: ["compare", { other: other.id, station: stationFor(state) }] }
+      ? {
+          all: ["compare", { other: other.id }],
+          found: ["compare", { other: other.id, station: stationFor(state) }],
+          ...(has("patch-map") ? patchRequests(state, other.id) : {}),
+        }
       : {},
 
   /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, { all, found }, actions) {
+  draw(state, { all, found, patches, patched }, actions) {
     return [
       viewHead("side by side, and as a difference", "Compare"),
       chooser(state, actions),
       ...(found ? results(all, found, state, actions) : []),
+      ...(patches ? patchSections(state, patches, patched, actions) : []),
+      has("patch-map") ? null : soft("Patching, one trace with parts of another, is not computed in this page: run handgrad explain."),
     ];
   },
 };
@@ -44,7 +52,7 @@ export const compareView = {
 async function choose(request, what, actions) {
   problem = "";
   try {
-    const { id } = await actions.busy(request());
+    const { id } = await actions.busy(request(), () => "Computing forward and backward pass of the other trace…");
     other = { id, what };
   } catch (reason) {
     problem = /** @type {Error} */ (reason).message;

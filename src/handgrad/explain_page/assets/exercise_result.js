@@ -1,16 +1,16 @@
 // @ts-check
 // What the prover says about an answer: right, or what is wrong and where.
 
-import { number } from "./format.js";
-import { button, figureCell, soft, table, tr } from "./parts.js";
+import { count, number } from "./format.js";
+import { figureCell, soft, table, tr } from "./parts.js";
 import { h } from "./render.js";
 
 const MARKS = { right: "✔", wrong: "✘", unwritten: "…" };
 const error = (/** @type {number | null} */ x) => (x === null ? "–" : number(x, 2));
 
-/** @param {any} result @param {boolean} exactly whether the missing term is named @param {() => void} reveal names it
+/** @param {any} result @param {boolean} exactly whether the missing term is named @param {number} hints after which it is
  * @param {any} next what follows a right answer */
-export function judgment(result, exactly, reveal, next) {
+export function judgment(result, exactly, hints, next) {
   const { problem, passed } = result;
   const style = passed ? "good" : result.unfinished ? "wait" : "bad";
   const wrong = result.outputs.filter((o) => o.state === "wrong");
@@ -29,7 +29,7 @@ export function judgment(result, exactly, reveal, next) {
     passed ? next : null,
     problem?.line ? h("pre", { tabindex: "0" }, `line ${problem.line}: ${problem.source}`) : null,
     wrong.map((o) => fault(o, exactly)),
-    more ? h("p", button("what exactly?", reveal, { id: "exactly" })) : null,
+    more ? h("p.soft", { id: "exactly" }, `Which one is named after ${count(hints, "hint")}.`) : null,
     problem ? null : outputs(result.outputs),
     [...result.notes, result.note_on_case]
       .filter(Boolean)

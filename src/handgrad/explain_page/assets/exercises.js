@@ -3,10 +3,12 @@
 
 import { has, post } from "./api.js";
 import { judgment } from "./exercise_result.js";
+import { count } from "./format.js";
 import { button, chips, field, ofBlock, select, soft, table, tr, viewHead } from "./parts.js";
-import { h } from "./render.js";
+import { numberTasks } from "./number_tasks.js";
+import { resultCard } from "./result_card.js";
+import { h, math } from "./render.js";
 
-let chosen = ""; // name of the exercise
 /**
  * @typedef {object} Work  what the reader has done with an exercise since the page was opened
  * @property {string} [code]
@@ -15,7 +17,6 @@ let chosen = ""; // name of the exercise
  * @property {number} [hints]     how many are shown
  * @property {boolean} [solution] whether it is shown
  * @property {any} [result]
- * @property {boolean} [exactly]  whether the reader asked which term is missing
  * @property {any} [progress]
  * @property {boolean} [busy]
  * @property {string} [problem]
@@ -27,11 +28,11 @@ const work = {};
 const workOf = (/** @type {any} */ exercise) => (work[exercise.name] ??= {});
 const progressOf = (/** @type {any} */ exercise) => workOf(exercise).progress ?? exercise.progress;
 
-/** The exercises of a station, as buttons that open them there. @param {any} station @param {any} actions */
-export function exerciseButtons({ id, exercises }, actions) {
+/** The exercises of a station, as buttons that open them there. @param {any} station @param {any} state @param {any} actions */
+export function exerciseButtons({ id, exercises }, state, actions) {
   if (!exercises.length || !has("learn")) return null;
   const open = (/** @type {string} */ name) => {
-    chosen = name;
+    state.exercise = name;
     Object.assign((work[name] ??= {}), { station: id });
     actions.open("exercises");
   };
@@ -48,11 +49,11 @@ export const exercisesView = {
 
   /** @param {any} state @param {any} data @param {any} actions */
   draw(state, { course }, actions) {
-    const open = course.exercises.findIndex((e) => e.name === chosen);
-    const next = course.exercises.findIndex((e) => !progressOf(e)?.solved);
+    const open = course.exercises.findIndex((e) => e.name === state.exercise);
+    const next = course.exercises.findIndex((e) => !progressOf(e).solved);
     const exercise = course.exercises[open >= 0 ? open : Math.max(0, next)];
-    chosen = exercise.name; // it stays open when it is solved
-    const solved = course.exercises.filter((e) => progressOf(e)?.solved).length;
+    state.exercise = exercise.name; // it stays open when it is solved
+    const solved = course.exercises.filter((e) => progressOf(e).solved).length;
     return [
       viewHead(
         course.grading
@@ -60,10 +61,13 @@ export const exercisesView = {
           : "to read; run handgrad explain to have answers judged",
         "Write the backward pass yourself",
       ),
+      course.grading ? null : numberTasks(state, actions),
       picker(course, exercise, actions),
       task(exercise),
       course.grading ? editor(course, exercise, state, actions) : null,
       help(course, exercise, actions),
+      course.grading ? numberTasks(state, actions) : null,
+      resultCard(course.exercises.map((e) => ({ name: e.name, progress: progressOf(e) })), actions),
     ];
   },
 };
@@ -73,15 +77,12 @@ function picker(course, exercise, actions) {
     content: [
       h("small", String(e.number)),
       h("b", e.title),
-      progressOf(e)?.solved ? h("span.good", " ✔") : null,
+      progressOf(e).solved ? h("span.good", " ✔") : null,
     ],
-    label: `Exercise ${e.number}: ${e.title}${progressOf(e)?.solved ? ", solved" : ""}`,
+    label: `Exercise ${e.number}: ${e.title}${progressOf(e).solved ? ", solved" : ""}`,
     data: { "data-exercise": e.name },
   }));
-  const choose = (/** @type {number} */ i) => {
-    chosen = course.exercises[i].name;
-    actions.redraw();
-  };
+  const choose = (/** @type {number} */ i) => actions.select({ exercise: course.exercises[i].name });
   return chips({
     label: "Exercises",
     items,
@@ -91,15 +92,16 @@ function picker(course, exercise, actions) {
   });
 }
 
-/** Paragraphs, and formulas where the text is indented. @param {string} text */
-const paragraphs = (text) =>
-  text
-    .split("\n\n")
-    .map((part, i) =>
-      part.startsWith("    ")
-        ? h("pre", { key: i, tabindex: "0" }, part.replace(/^ {4}/gm, ""))
-        : h("p", { key: i }, part),
-    );
+/** A paragraph, or lines of formulas. @param {any} part @param {number} i */
+const paragraph = ({ text, math: lines }, i) =>
+  lines.length
+    ? h(
+        "div.task-math",
+        { key: i, tabindex: "0", role: "region", "aria-label": "Formulas" },
+        lines.map((line, k) => h("div", { key: k }, line.map(formula))),
+      )
+    : h("p", { key: i }, text);
+const formula = (/** @type {string} */ mathml, /** @type {number} */ j) => math(String(j), { mathml });
 
 function task(exercise) {
   const rows = (list, role) =>
@@ -108,7 +110,7 @@ function task(exercise) {
     "section.card.task",
     { "aria-label": "Task", key: `task ${exercise.name}` },
     h("h3", `${exercise.number}. ${exercise.title}`),
-    paragraphs(exercise.text),
+    exercise.task.map(paragraph),
     table(
       "Arguments and results",
       ["", "name", "shape", "meaning"],
@@ -120,14 +122,14 @@ function task(exercise) {
 
 function editor(course, exercise, state, actions) {
   const mine = workOf(exercise);
-  mine.code ??= exercise.progress?.code || exercise.starter;
+  mine.code ??= exercise.progress.code || exercise.starter;
   const grade = async () => {
     if (mine.busy) return;
-    Object.assign(mine, { busy: true, problem: "", exactly: false });
+    Object.assign(mine, { busy: true, problem: "" });
     actions.redraw();
     try {
       const body = { id: state.overview.id, exercise: exercise.name, code: mine.code, station: mine.station ?? "" };
-      mine.result = await actions.busy(post("learn/grade", body));
+      mine.result = await actions.busy(post("learn/grade", body), () => "Running your answer…");
       mine.progress = mine.result.progress;
     } catch (reason) {
       mine.problem = /** @type {Error} */ (reason).message;
@@ -138,10 +140,6 @@ function editor(course, exercise, state, actions) {
   const replace = (/** @type {string | undefined} */ code, /** @type {string | undefined} */ before) => {
     actions.redraw(); // the renderer sees what was typed, or it would not see that it changes
     Object.assign(mine, { code, before, result: null });
-    actions.redraw();
-  };
-  const reveal = () => {
-    mine.exactly = true;
     actions.redraw();
   };
   const restart = () => replace(exercise.starter, mine.code === exercise.starter ? mine.before : mine.code);
@@ -179,20 +177,34 @@ function editor(course, exercise, state, actions) {
     soft(`Your code runs on this machine only, when you press the button. ${course.confinement}`),
     mine.problem ? h("p.problem", { role: "alert" }, mine.problem) : null,
     mine.result
-      ? judgment(mine.result, mine.exactly || mine.progress.attempts > 1, reveal, following(course, exercise, actions))
-      : null,
+      ? judgment(
+          mine.result,
+          hintsShown(exercise) >= course.exact_after,
+          course.exact_after,
+          following(course, exercise, state, actions),
+        )
+      : solvedBefore(course, exercise, state, actions),
   );
 }
 
-/** What to do after a right answer. */
-function following(course, exercise, actions) {
-  const open = course.exercises.filter((e) => !progressOf(e)?.solved);
+/** The success screen of an exercise that was solved before the page was opened. */
+function solvedBefore(course, exercise, state, actions) {
+  const { solved, attempts } = progressOf(exercise);
+  if (!solved) return null;
+  return h(
+    "div.judgment",
+    { key: "judgment" },
+    h("p", { class: "badge good", id: "judgment" }, `✔ Solved on ${solved.slice(0, 10)}, ${count(attempts, "attempt")}.`),
+    following(course, exercise, state, actions),
+  );
+}
+
+/** What to do after a right answer: the exercise stays until the reader goes on. */
+function following(course, exercise, state, actions) {
+  const open = course.exercises.filter((e) => !progressOf(e).solved);
   const next = open.find((e) => e.number > exercise.number) ?? open[0];
   if (!next) return h("p", { key: "next" }, "That was the last one: you have written every backward pass of a transformer.");
-  const go = () => {
-    chosen = next.name;
-    actions.redraw();
-  };
+  const go = () => actions.select({ exercise: next.name });
   return h("p", { key: "next" }, button(`next: ${next.title}`, go, { id: "next" }));
 }
 
@@ -219,9 +231,11 @@ function indent(event) {
   } else delete box.dataset.leave;
 }
 
+const hintsShown = (exercise) => Math.min(exercise.hints.length, workOf(exercise).hints ?? exercise.progress.hints);
+
 function help(course, exercise, actions) {
-  const mine = workOf(exercise);
-  const shown = Math.min(exercise.hints.length, mine.hints ?? exercise.progress?.hints ?? 0);
+  const mine = workOf(exercise),
+    shown = hintsShown(exercise);
   const solution = mine.solution ?? false;
   const tell = async (what) => {
     if (!course.grading) return;

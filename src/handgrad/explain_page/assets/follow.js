@@ -2,6 +2,7 @@
 // “Follow one number”: the sum of products that made a cell, its terms largest first. Every factor can be followed in turn.
 
 import { count, exact, number, quote, signed } from "./format.js";
+import { spaceOf, tokenLink } from "./linked.js";
 import { button, caption, figureCell, middleBar, ofBlock, soft, table, tr } from "./parts.js";
 import { h } from "./render.js";
 
@@ -75,11 +76,16 @@ function terms(found, actions) {
     if (token !== null) return quote(token) + (position === null ? "" : ` (position ${position})`);
     return feature === null ? "" : `feature ${feature}`;
   };
+  const link = ({ position, feature, factors }) => {
+    const space = feature === null ? null : factors.map((f) => f.cell && spaceOf(f.cell.name)).find(Boolean);
+    if (position !== null) return tokenLink(position - 1);
+    return space ? `feature-${space}-${feature}` : null;
+  };
   const most = Math.max(...found.terms.map((t) => Math.abs(t.value)), 1e-300);
   const rows = found.terms.map((term, i) =>
     tr(
       { key: i },
-      h("td.place", place(term)),
+      h("td.place", { "data-link": link(term) }, place(term)),
       h("td", term.factors.map(factor), term.scale === 1 ? "" : ` × ${number(term.scale)}`),
       h("td.move", middleBar(term.value, most, "term")),
       figureCell(signed(term.value), { "data-term": term.value }),

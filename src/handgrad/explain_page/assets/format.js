@@ -61,8 +61,17 @@ export const shapeOf = (shape) => shape.map((n) => n.toLocaleString("en")).join(
 /** A token with its spaces and control characters visible. @param {string} text */
 export const visible = (text) => [...text].map(visibleCharacter).join("");
 
-/** ‘token’ @param {string} text */
-export const quote = (text) => `‘${visible(text)}’`;
+const ALONE = new Map([
+  [" ", "a space"],
+  ["\n", "a line break"],
+  ["\t", "a tab"],
+]);
+
+/** A token in a sentence, as captions.quote: ‘token’ without spaces around it; one that is a space, by its name. @param {string} text */
+export function quote(text) {
+  const word = text.replace(/^ +| +$/g, "");
+  return ALONE.get(text) ?? `‘${word ? word.split(" ").map(visible).join(" ") : visible(text)}’`;
+}
 
 const NAMED = new Map([
   [" ", "␣"],

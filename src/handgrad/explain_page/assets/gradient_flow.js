@@ -61,10 +61,10 @@ function aboutLengths(rows) {
 export const flowView = {
   id: "flow",
   title: "Gradient flow",
-  needs: () => ({}),
+  needs: () => ({ flow: ["flow", {}] }),
 
   /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, data, actions) {
+  draw(state, { flow }, actions) {
     unfolded ||= state.table.blocks > MANY_BLOCKS ? "none" : "all";
     const change = (key) => {
       mode = key;
@@ -78,7 +78,7 @@ export const flowView = {
         "Each row is the error signal at one station, each column a token. The error starts at the loss, " +
           "below the last row, Δ₁₁, and flows up to the embedding. Click a cell to open its station.",
       ),
-      h("section.card.flow-card", { "aria-label": "Stations by tokens" }, picture(state, actions)),
+      h("section.card.flow-card", { "aria-label": "Stations by tokens" }, picture(state, flow, actions)),
       groups(state.overview, actions),
     ];
   },
@@ -100,10 +100,10 @@ function rowChoice(state, actions) {
   );
 }
 
-function picture(state, actions) {
+function picture(state, flow, actions) {
   const { overview } = state;
   const labels = overview.tokens.map((t) => t.label);
-  const { rows: all, python } = overview.flow;
+  const { rows: all, python } = flow;
   const shown = shownRows(all, unfolded),
     rows = shown.map((i) => all[i]);
   const values = rows.map((row) => cellsOfRow(row, mode));
@@ -122,6 +122,7 @@ function picture(state, actions) {
     picture: drawn.picture,
     rowLabels: rows.map((row) => shortLabel(name(row)).replace(unfolded === "all" ? "" : "Δ₉=", "")),
     columnLabels: labels,
+    links: { rows: [], columns: [{ prefix: "token-", size: 1 }], also: [] },
     nameRow: (i) => name(rows[i]),
     nameColumn: positioned(labels),
     caption: CAPTIONS[mode](rows, labels),

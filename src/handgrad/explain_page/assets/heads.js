@@ -4,6 +4,7 @@
 import { has } from "./api.js";
 import { number } from "./format.js";
 import { pixelsOf } from "./heat_paint.js";
+import { headLink } from "./linked.js";
 import { caption, choice, chips, leftBar, viewHead } from "./parts.js";
 import { h, widget } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -59,7 +60,7 @@ function block(row, b, most, state, actions) {
   const items = row.map((head, i) => ({
     label: `Head ${i + 1} of block ${b + 1}: incoming error ${number(head.incoming)}`,
     title: `head ${i + 1} of block ${b + 1}: incoming error ${number(head.incoming)}`,
-    data: { "data-head": `${b}.${i}` },
+    data: { "data-head": `${b}.${i}`, "data-link": headLink(b, i) },
     content: [
       widget("picture", thumbnail, {
         picture: head[shown],

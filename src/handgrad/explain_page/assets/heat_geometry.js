@@ -46,6 +46,14 @@ export function pictureOf(values, scale = 1) {
   };
 }
 
+/** A picture without colors, for a matrix whose entries are not known. @param {number[]} shape */
+export function blankPicture([rows, columns]) {
+  const pool = [Math.ceil(rows / 64), Math.ceil(columns / 64)];
+  const cells = [Math.ceil(rows / pool[0]), Math.ceil(columns / pool[1])];
+  const q = encode(new Int8Array(cells[0] * cells[1]));
+  return { shape: [rows, columns], rows: [0, rows], columns: [0, columns], cells, pool, scale: 0, largest: 0, q };
+}
+
 /** Some columns of a picture, for when the server cannot be asked for them.
  * @param {Picture} picture
  * @param {number[]} columns */
@@ -66,6 +74,19 @@ export function range(picture, i, axis) {
   const [from, to] = axis ? picture.columns : picture.rows;
   const pool = picture.pool[axis];
   return [from + i * pool, Math.min(from + (i + 1) * pool, to)];
+}
+
+/** The cells of a row and of a column, or the one cell of both: first row, first column, rows, columns; none where nothing is
+ * given, and none outside the picture.
+ * @param {Picture} picture @param {{ row: number | null, column: number | null }} lit */
+export function litCells(picture, { row, column }) {
+  const [rows, columns] = picture.cells;
+  if (row === null && column === null) return [];
+  const cell = (/** @type {number | null} */ entry, /** @type {number} */ axis) =>
+    entry === null ? null : Math.floor((entry - (axis ? picture.columns : picture.rows)[0]) / picture.pool[axis]);
+  const [i, j] = [cell(row, 0), cell(column, 1)];
+  if ((i !== null && (i < 0 || i >= rows)) || (j !== null && (j < 0 || j >= columns))) return [];
+  return [[i ?? 0, j ?? 0, i === null ? rows : 1, j === null ? columns : 1]];
 }
 
 /** @param {string[]} labels @param {number} most */

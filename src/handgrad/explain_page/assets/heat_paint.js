@@ -24,10 +24,14 @@ export function pixelsOf(picture, kind) {
 /** The rows that are marked, as rectangles: the selected row, the cell under the cursor, the columns being dragged over.
  * @param {Picture} picture
  * @param {Layout} at
- * @param {{ selected: number, cursor: number[] | null, drag: number[] | null }} marks */
-function marksAt(picture, at, { selected, cursor, drag }) {
+ * @param {{ selected: number, cursor: number[] | null, drag: number[] | null, lit: { rows: number[][], columns: number[][] } }} marks */
+function marksAt(picture, at, { selected, cursor, drag, lit }) {
   const [rows, columns] = picture.cells;
   const found = [];
+  for (const [from, to] of lit.rows)
+    found.push({ x: at.left - 1, y: at.top + from * at.ch - 1, w: columns * at.cw + 2, h: (to - from) * at.ch + 2, thick: 2, lit: true });
+  for (const [from, to] of lit.columns)
+    found.push({ x: at.left + from * at.cw - 1, y: at.top - 1, w: (to - from) * at.cw + 2, h: rows * at.ch + 2, thick: 2, lit: true });
   if (selected >= 0 && selected < rows)
     found.push({
       x: at.left - 0.5,
@@ -58,10 +62,11 @@ export function paintCanvas(canvas, pixels, picture, at, labels, marks, ratio = 
   Object.assign(canvas, { width: at.wide * ratio, height: at.high * ratio });
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   const style = getComputedStyle(document.documentElement);
-  const [ink, soft, line] = ["--ink", "--soft", "--line"].map((name) => style.getPropertyValue(name));
+  const [ink, soft, line, focus] = ["--ink", "--soft", "--line", "--focus"].map((name) => style.getPropertyValue(name));
   context.scale(ratio, ratio);
   context.imageSmoothingEnabled = false;
   context.drawImage(pixels, at.left, at.top, columns * at.cw, rows * at.ch);
+  if (marks.lit?.length) lightUp(context, pixels, at, marks.lit, [rows, columns]);
   context.font = labelFont(at);
   context.textBaseline = "middle";
   for (const { text, x, y, anchor, turned, row } of labelsAt(picture, at, labels)) {
@@ -75,11 +80,31 @@ export function paintCanvas(canvas, pixels, picture, at, labels, marks, ratio = 
   }
   context.strokeStyle = line;
   context.strokeRect(at.left - 0.5, at.top - 0.5, columns * at.cw + 1, rows * at.ch + 1);
-  context.strokeStyle = ink;
-  for (const { x, y, w, h, thick } of marksAt(picture, at, marks)) {
+  for (const { x, y, w, h, thick, lit } of marksAt(picture, at, marks)) {
+    context.strokeStyle = lit ? focus : ink;
     context.lineWidth = thick;
     context.strokeRect(x, y, w, h);
   }
+}
+
+/** Some cells, by first row, first column, rows and columns, as they are, with a frame; all others paler.
+ * @param {CanvasRenderingContext2D} context @param {HTMLCanvasElement} pixels @param {Layout} at @param {number[][]} lit
+ * @param {number[]} cells */
+function lightUp(context, pixels, at, lit, [rows, columns]) {
+  const style = getComputedStyle(document.documentElement);
+  context.save();
+  context.globalAlpha = 0.65;
+  context.fillStyle = style.getPropertyValue("--card");
+  context.fillRect(at.left, at.top, columns * at.cw, rows * at.ch);
+  context.globalAlpha = 1;
+  context.strokeStyle = style.getPropertyValue("--focus");
+  context.lineWidth = 2;
+  for (const [i, j, down, right] of lit) {
+    const box = [at.left + j * at.cw, at.top + i * at.ch, right * at.cw, down * at.ch];
+    context.drawImage(pixels, j, i, right, down, box[0], box[1], box[2], box[3]);
+    context.strokeRect(box[0] - 1, box[1] - 1, Math.max(4, box[2] + 2), Math.max(4, box[3] + 2));
+  }
+  context.restore();
 }
 
 /** @param {Layout} at */

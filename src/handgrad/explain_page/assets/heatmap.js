@@ -1,12 +1,14 @@
 // @ts-check
 // Heat maps: matrices as colored cells, with exact values, zoom, and control by mouse, touch and keyboard.
 
-import { get, offline } from "./api.js";
+import { get, has } from "./api.js";
 import { count, exact, number, quote, shapeOf } from "./format.js";
-import { cellAt, cellsOf, crop, layout, range } from "./heat_geometry.js";
+import { cellAt, cellsOf, crop, layout, litCells, range } from "./heat_geometry.js";
 import { paintCanvas, paintScale, pixelsOf, svgText } from "./heat_paint.js";
+import { entriesLit, light, linksOf, register, thingsAt, whatIsLit } from "./linked.js";
 import { h, widget } from "./render.js";
 import { pictureFiles, saveMenu } from "./save.js";
+import { state } from "./state.js";
 
 /**
  * A matrix as colors.
@@ -29,11 +31,13 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {string} [join]      what stands between the row and the column
  * @property {boolean} [square]   draw square cells
  * @property {number} [selected]  the row to mark
+ * @property {{ row: number | null, column: number | null }} [lit]  the row and the column, or the entry of both, that light up
  * @property {(row: number, column: number) => void} [choose]  called on a click, with the entry that the cell shows
  * @property {string} [chooses]   what a click does
  * @property {boolean} [positive] show the scale from 0 only
  * @property {(row: number, column: number) => string} [entry]  the text of an entry, if the page knows all of them
  * @property {[string, string]} [scale]  the texts at both ends of the color scale
+ * @property {import("./linked.js").Links} [links]  what its rows and columns stand for, if the name does not say it
  * @property {string} [python]    the line of Python that makes the data
  * @property {() => number[][] | Promise<number[][]>} [values]  the entries, for a file, if there is no name
  */
@@ -103,9 +107,40 @@ function heatmap(given) {
   const at = () => layout(picture, options, frame.clientWidth);
   const marks = () => ({
     selected: options.selected === undefined ? -1 : options.selected - picture.rows[0],
+    lit: options.lit && litCells(picture, options.lit),
     cursor,
     drag,
+    lit: lit(),
   });
+
+  const links = () => {
+    const { heads } = state.table;
+    return options.links ?? linksOf(options.name ?? "", options.head, { width: (options.shape ?? options.picture.shape)[1], heads });
+  };
+
+  /** The cells that show an entry; the picture may show some entries only. @param {number[]} entries */
+  const cellsAt = ([from, to], axis) => {
+    const ids = axis ? options.columnIds : options.rowIds,
+      [first, end] = axis ? picture.columns : picture.rows;
+    const [low, high] = ids ? [ids.indexOf(from), ids.indexOf(from) + 1] : [Math.max(from, first), Math.min(to, end)];
+    const cell = (/** @type {number} */ i) => (i - first) / picture.pool[axis];
+    return low < first || low >= high ? [] : [[Math.floor(cell(low)), Math.ceil(cell(high))]];
+  };
+
+  /** What is lit, as ranges of rows and of columns of cells. */
+  function lit() {
+    const { rows, columns } = links();
+    const [one, other] = [rows, columns].map((axes, axis) => entriesLit(axes, whatIsLit()).flatMap((entries) => cellsAt(entries, axis)));
+    return { rows: one, columns: other };
+  }
+
+  let wasLit = "";
+  function redrawLit() {
+    const now = JSON.stringify(lit());
+    if (now === wasLit) return;
+    wasLit = now;
+    draw();
+  }
 
   function draw() {
     if (!frame.isConnected || !frame.clientWidth) return;
@@ -179,13 +214,14 @@ function heatmap(given) {
   async function entryOf(cell) {
     const rows = entriesOf(cell[0], 0),
       columns = entriesOf(cell[1], 1);
-    if (!options.name || offline) return { row: rows[0], column: columns[0], value: null };
+    if (!options.name || !has("value")) return { row: rows[0], column: columns[0], value: null };
     const where = { name: options.name, rows: rows.join(":"), columns: columns.join(":"), ...headOf(options) };
     return get("value", options.sentence, where);
   }
 
   /** Show the value of a cell. @param {number[] | null} cell */
   function show(cell) {
+    if (cell || cursor) light(cell ? thingsAt(links(), entriesOf(cell[0], 0)[0], entriesOf(cell[1], 1)[0]) : []);
     cursor = cell;
     draw();
     clearTimeout(timer);
@@ -198,7 +234,7 @@ function heatmap(given) {
     }
     const approximate = (cells[cell[0] * picture.cells[1] + cell[1]] / 127) * picture.scale;
     readout.textContent = `${where}: ≈ ${number(approximate)}`;
-    if (!options.name || offline) return;
+    if (!options.name || !has("value")) return;
     timer = setTimeout(async () => {
       try {
         const found = await entryOf(cell);
@@ -216,7 +252,7 @@ function heatmap(given) {
     if (columns && columns[1] - columns[0] < 2) return;
     const { picture: all, name, sentence } = options;
     let next = all;
-    if (columns && (!name || offline)) next = crop(picture, columns);
+    if (columns && (!name || !has("slice"))) next = crop(picture, columns);
     else if (columns) {
       const part = { name, rows: picture.rows.join(":"), columns: columns.join(":"), ...headOf(options) };
       try {
@@ -296,6 +332,7 @@ function heatmap(given) {
   pictureFiles.set(canvas, {
     svg: () => svgText(pixels ?? pixelsOf(picture, options.kind), picture, at(), options),
   });
+  register(canvas, redrawLit);
   drawn.set(frame, redraw);
   resizing.observe(frame);
   update(options);

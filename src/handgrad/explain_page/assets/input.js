@@ -1,8 +1,10 @@
 // @ts-check
 // Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
 
-import { offline } from "./api.js";
+import { has, sentences } from "./api.js";
+import { listenToLinks } from "./linked.js";
 import { find } from "./render.js";
+import { listenToSymbols } from "./symbols.js";
 import { isDark, keepTheme } from "./theme.js";
 import { endTour } from "./tour.js";
 import { VIEWS } from "./views.js";
@@ -18,8 +20,10 @@ export function fitSentence() {
  * @param {any} actions
  * @param {{ readAddress: () => any, setTheme: (dark: boolean) => void, tour: () => void }} page */
 export function listen(state, actions, page) {
+  listenToSymbols(state.table.symbols);
   listenToSentence(state, actions);
   listenToKeys(state, actions);
+  listenToLinks();
   addEventListener("popstate", () => showAddress(state, actions, page.readAddress));
   find("skip").onclick = (event) => {
     event.preventDefault(); // the address belongs to the view
@@ -117,7 +121,7 @@ async function showAddress(state, actions, readAddress) {
   const { text, fresh, wrong } = readAddress();
   const wanted = text ?? state.table.text;
   actions.setStatus("");
-  if (!offline && (wanted !== state.overview.text || objective !== state.objective)) {
+  if ((has("sentence") || sentences) && (wanted !== state.overview.text || objective !== state.objective)) {
     find("sentence").value = wanted;
     fitSentence();
     if (await actions.trace(wanted, { fresh })) return actions.show({ push: false });

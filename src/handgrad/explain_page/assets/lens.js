@@ -2,6 +2,7 @@
 // The lens: the residual stream at one station, read through the last norm and the head.
 
 import { percent, quote, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { caption, chips, probabilityBars, pushBars, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -25,6 +26,7 @@ export function lensCard(lens, state, actions, labels) {
       return {
         content: [h("small", visible(labels[i])), h("b", visible(best.word))],
         class: correct ? "correct" : "",
+        data: { "data-link": tokenLink(i) },
         label: `after ${visible(labels[i])}: ${visible(best.word)}, ${percent(best.p)}${correct ? ", correct" : ""}`,
       };
     }),

@@ -3,6 +3,7 @@
 
 import { filled } from "./colors.js";
 import { count, number, percent, quote, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { caption, chips, probabilityBars, pushBars, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -21,6 +22,7 @@ export function lossCard(view, state, actions) {
         p.target === null
           ? `position ${i + 1}, no target`
           : `after ${visible(p.token)} the target ${visible(p.target)}, probability ${percent(p.probability)}`,
+      data: { "data-link": tokenLink(i) },
       style: p.probability === null ? null : filled("size", 0.75 * (1 - p.probability)),
     })),
   });

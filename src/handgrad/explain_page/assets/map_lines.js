@@ -7,7 +7,8 @@ const BENDS = [8, 14, 20]; // distances from the edge of lines past other rows, 
 /**
  * @typedef {{ y: number, id: string, block: number | null, top?: boolean }} Row  a row of the map; `top` is the
  * heading of an open block
- * @typedef {{ d: string, kind: "forward" | "backward", width: number, part: "flow" | "skip" | "tip" }} Line
+ * @typedef {{ d: string, kind: "forward" | "backward", width: number, part: "flow" | "skip" | "tip", from: Row, to: Row,
+ *   x: number, bend: number }} Line  from the row that is read to the row that reads it; the backward pass goes the other way
  */
 
 /** Returns a function from length to stroke width, logarithmic between the smallest and the largest length.
@@ -27,17 +28,23 @@ export function mapLines(rows, wide, a, delta, shown, stations) {
   const widthOf = { a: widths(Object.values(a)), delta: widths(Object.values(delta)) };
   /** @type {Line[]} */
   const lines = [];
-  /** @param {Line["kind"]} kind @param {number} x @param {number} from @param {number} to @param {number} width */
-  const arrow = (kind, x, from, to, width) => {
+  /** @param {Line["kind"]} kind @param {number} x @param {Row[]} between @param {number} from @param {number} to
+   * @param {number} width */
+  const arrow = (kind, x, between, from, to, width) => {
     if (!width) return;
     const way = Math.sign(to - from),
       half = width / 2 + 2.5,
       end = to - way * (5 + width / 3);
-    lines.push({ kind, part: "flow", width, d: `M${x} ${from}V${end}` });
-    lines.push({ kind, part: "tip", width: 0, d: `M${x - half} ${end}H${x + half}L${x} ${to}Z` });
+    const about = { kind, from: between[0], to: between[1], x, bend: x };
+    lines.push({ ...about, part: "flow", width, d: `M${x} ${from}V${end}` });
+    lines.push({ ...about, part: "tip", width: 0, d: `M${x - half} ${end}H${x + half}L${x} ${to}Z` });
   };
-  /** @param {Line["kind"]} kind @param {number} width @param {string} d */
-  const skip = (kind, width, d) => lines.push({ kind, part: "skip", width: Math.min(5, width), d });
+  /** @param {Line["kind"]} kind @param {number} width @param {Row} from @param {Row} to @param {number} bend */
+  const skip = (kind, width, from, to, bend) => {
+    const [x, edge] = kind === "forward" ? [LINE, bend] : [wide - LINE, wide - bend];
+    const d = kind === "forward" ? arc(edge, x, from.y, to.y) : arc(edge, x, to.y, from.y);
+    lines.push({ kind, part: "skip", width: Math.min(5, width), d, from, to, x, bend: edge });
+  };
   const forward = shown !== "delta",
     backward = shown !== "a";
   const tops = new Map(rows.filter((row) => row.top).map((row) => [row.block, row]));
@@ -58,18 +65,19 @@ export function mapLines(rows, wide, a, delta, shown, stations) {
         past.push({ from, to: row, adds: stations.some((s) => s.id === row.id && s.kind === "add") });
         continue;
       }
-      if (forward) arrow("forward", LINE, from.y + 5, row.y - 6, from.id === "a_0" ? 1.5 : widthOf.a(a[from.id]));
+      const between = [from, row];
+      if (forward) arrow("forward", LINE, between, from.y + 5, row.y - 6, from.id === "a_0" ? 1.5 : widthOf.a(a[from.id]));
       if (backward && delta[from.id] !== null)
-        arrow("backward", wide - LINE, row.y - 5, from.y + 6, widthOf.delta(delta[from.id]));
+        arrow("backward", wide - LINE, between, row.y - 5, from.y + 6, widthOf.delta(delta[from.id]));
     }
   });
   for (const { from, to, adds } of past) {
     const size = (/** @type {{ from: Row, to: Row }} */ one) => one.to.y - one.from.y;
     const within = past.filter((one) => size(one) > size({ from, to }) && one.from.y < to.y && one.to.y > from.y);
     const bend = BENDS[Math.min(within.length, BENDS.length - 1)];
-    if (forward) skip("forward", widthOf.a(a[from.id]), arc(bend, LINE, from.y, to.y));
+    if (forward) skip("forward", widthOf.a(a[from.id]), from, to, bend);
     const sent = adds ? delta[to.id] : delta[from.id]; // an addition sends its own Δ
-    if (backward) skip("backward", widthOf.delta(sent), arc(wide - bend, wide - LINE, to.y, from.y));
+    if (backward) skip("backward", widthOf.delta(sent), from, to, bend);
   }
   return lines.filter((line) => line.part === "tip" || line.width);
 }

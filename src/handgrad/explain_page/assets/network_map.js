@@ -1,18 +1,49 @@
 // @ts-check
 // The map: the forward pass down the left side in orange, the error up the right side in blue, blocks in lavender.
 
-import { number } from "./format.js";
+import { number, quote } from "./format.js";
+import { entriesLit, headLink, register, spaceOf, whatIsLit } from "./linked.js";
 import { joints, mapLines } from "./map_lines.js";
-import { choice } from "./parts.js";
+import { button, choice } from "./parts.js";
 import { h, render } from "./render.js";
 
-export const NOTE =
+/** @param {boolean} autograd  whether the checks compare with it */
+export const note = (autograd) =>
   "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths (logarithmic scale). " +
-  "✔ means verified, ✓ by autograd alone.";
+  `✔ means verified${autograd ? ", ✓ by autograd alone" : ""}.`;
 
 const open = new Set(); // the unfolded blocks
 let shownFlow = "both"; // "a", "delta" or "both"
 let lastStation = ""; // the station for which the map was last drawn
+
+let drawnToken = /** @type {number | null} */ (null); // whose lengths are shown; null: of all tokens together
+let waiting = false;
+
+/** The token that is lit: the map then shows its lengths alone. @param {any} overview */
+function tokenLit({ tokens }) {
+  const found = entriesLit([{ prefix: "token-", size: 1 }], whatIsLit());
+  return found.length && found[0][0] < tokens.length ? found[0][0] : null;
+}
+
+const noteOf = (token, { tokens }) =>
+  `Numbers and arrows: ‖a‖ and ‖Δ‖ of ${quote(tokens[token].label)} (position ${token + 1}) alone.`;
+
+/** Once for all that the pointer crosses between two frames. @param {HTMLElement} nav @param {any} state @param {any} actions */
+function redrawSoon(nav, state, actions) {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    drawMap(nav, state, actions);
+  });
+}
+
+/** What a station stands for: its heads, and the space of its features. @param {any} station @param {any} table */
+function linksOfStation({ id, kind, block }, { heads }) {
+  const space = spaceOf(id);
+  const own = kind === "attention" ? [...Array(heads).keys()].map((i) => headLink(block, i)) : [];
+  return [...own, ...(space ? [`space-${space}`] : [])].join(" ") || null;
+}
 
 /** Draw the map into `nav`. @param {HTMLElement} nav @param {any} state @param {any} actions */
 export function drawMap(nav, state, actions) {
@@ -23,7 +54,10 @@ export function drawMap(nav, state, actions) {
   if (here.block !== null && moved && state.view === "station") open.add(here.block);
   if (moved) unfold(nav, false); // on a narrow page: the station is what was asked for
   lastStation = `${state.view} ${here.id}`;
-  const length = (values) => (values ? Math.hypot(...values) : null);
+  const token = tokenLit(overview);
+  const length = (values) => (values ? (token === null ? Math.hypot(...values) : values[token]) : null);
+  register(nav, () => tokenLit(state.overview) !== drawnToken && redrawSoon(nav, state, actions));
+  drawnToken = token;
   const lengths = { a: {}, delta: {} };
   for (const flow of overview.flows) {
     lengths.a[flow.id] = length(flow.a);
@@ -63,6 +97,7 @@ export function drawMap(nav, state, actions) {
       ),
       h("span.backward", "↑ backward"),
     ),
+    h("p.map-play", button("Play the pass", () => actions.play(), { class: "small", id: "play-pass" })),
     h(
       "div.map-scroll",
       h(
@@ -76,7 +111,7 @@ export function drawMap(nav, state, actions) {
         ),
       ),
     ),
-    h("p.map-note", NOTE),
+    h("p.map-note", token === null ? note(table.torch) : noteOf(token, overview)),
   ]);
   drawLines(nav, lengths, table.stations);
   if (moved) scrollTo(nav);
@@ -122,6 +157,7 @@ function item(station, state, actions, lengths) {
         type: "button",
         class: `station${current ? ` here ${state.direction}` : ""}`,
         "data-key": station.id,
+        "data-link": linksOfStation(station, state.table),
         "aria-current": current ? "step" : null,
         "aria-label":
           `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
@@ -153,6 +189,7 @@ function block(b, state, actions, lengths, redraw) {
         "data-key": `block ${b}`,
         "data-row": unfolded ? "" : last,
         "data-block": b,
+        "data-link": unfolded ? null : linksOfBlock(inside, state.table),
         "aria-label": `Block ${b + 1}${status}, ${unfolded ? "fold" : "unfold"}`,
         onclick: toggle,
       },
@@ -161,6 +198,10 @@ function block(b, state, actions, lengths, redraw) {
     unfolded ? h("ol", inside.map((station) => item(station, state, actions, lengths))) : null,
   );
 }
+
+/** What a folded block stands for: all heads in it, and its features. @param {any[]} inside @param {any} table */
+const linksOfBlock = (inside, table) =>
+  [...new Set(inside.flatMap((station) => linksOfStation(station, table)?.split(" ") ?? []))].join(" ");
 
 /** Connect the rows with lines, which depend on where the browser has put them.
  * @param {HTMLElement} nav

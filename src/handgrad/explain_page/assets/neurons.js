@@ -4,6 +4,7 @@
 
 import { filled } from "./colors.js";
 import { number, quote, signed, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { caption, chips, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -23,7 +24,7 @@ export function neuronCard(found, state, actions) {
     content: [h("small", `neuron ${n.neuron}`), h("b", signed(n.blame, 2))],
     label: `Neuron ${n.neuron}, blame ${signed(n.blame)}`,
     style: filled("delta", (0.7 * n.blame) / most),
-    data: { "data-neuron": n.neuron },
+    data: { "data-neuron": n.neuron, "data-link": `feature-hidden-${found.block}-${n.neuron}` },
   }));
   const listed = (words) => words.map((x) => x.word).join(" ");
   return savedFigure(
@@ -74,6 +75,7 @@ function firing(neuron, found, actions, state) {
     content: visible(label),
     label: `${visible(label)}: ${number(neuron.values[t])}`,
     title: `a₈ = ${number(neuron.values[t])}, blame ${signed(neuron.by_token[t])}`,
+    data: { "data-link": tokenLink(t) },
     style: filled("a", neuron.values[t] / most),
   }));
   const select = (/** @type {number} */ token) => actions.select({ token });

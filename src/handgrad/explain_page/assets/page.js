@@ -2,20 +2,24 @@
 // Starts the page and draws it: loads what the current view needs, and redraws what an action changes.
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
-import { get, offline, post, RequestError } from "./api.js";
+import { get, has, post, sentences, storedId } from "./api.js";
 import { showBetter } from "./better.js";
-import { count, number, quote } from "./format.js";
+import { count, quote } from "./format.js";
+import { drawHeader } from "./header.js";
 import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { button } from "./parts.js";
+import { drawPlay, play } from "./play.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { find, h, keepFocus, render } from "./render.js";
+import { RequestError } from "./request_error.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
+import { withStory } from "./story_band.js";
 import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { scrollToToken, tokenStrip } from "./tokens.js";
@@ -23,6 +27,7 @@ import { busy, setStatus } from "./status.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
+import { answersTo } from "./work.js";
 
 let newest = 0; // number of the newest sentence requested; older answers are ignored
 let tracing = /** @type {Promise<string> | null} */ (null); // the newest trace, until it ends
@@ -39,21 +44,28 @@ function redraw() {
   if (!state.overview) return;
   const restoreFocus = keepFocus();
   document.documentElement.dataset.view = state.view;
-  drawHeader();
+  drawHeader(state, actions);
   drawTabs(find("tabs"), state, actions);
   render(find("tokens"), tokenStrip(state, actions));
   scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
   drawMap(find("map"), state, actions);
+  drawPlay(state, actions);
   const view = currentView(),
     panel = find(`view-${view.id}`);
   if (loaded.key === keyOf()) {
-    const content = loaded.problem ? failed(view) : view.draw(state, loaded.data, actions);
-    render(panel, content.filter(Boolean));
+    render(panel, (loaded.problem ? failed(view) : contentOf(view)).filter(Boolean));
     if (loaded.problem) delete panel.dataset.station;
     else Object.assign(panel.dataset, { station: state.station, sentence: state.overview.id });
   }
   restoreFocus();
+}
+
+/** A view with its sentence of the story. @param {any} view */
+function contentOf(view) {
+  const content = view.draw(state, loaded.data, actions),
+    views = VIEWS.filter((one) => !one.absent).map(({ id }) => id);
+  return view.absent ? content : withStory(content, view.id, views, state, loaded.data, actions);
 }
 
 /** @param {any} view */
@@ -62,17 +74,6 @@ const failed = (view) => [
   h("p.problem", loaded.problem),
   h("p", button("try again", () => actions.retry(), { id: "retry" })),
 ];
-
-// In an exported file only the step view shows new weights; the stations show the original ones.
-function drawHeader() {
-  const last = offline && state.view === "step" ? lastStep() : null;
-  const loss = last ? last.measured : state.overview.loss,
-    steps = last ? last.steps : state.overview.steps;
-  find("loss").textContent = number(loss, 4);
-  find("loss").dataset.value = loss;
-  find("steps-taken").textContent = steps ? ` after ${count(steps, "step")}` : "";
-  find("reset-weights").hidden = !steps || offline;
-}
 
 /** Load what the view needs, then draw it. @param {{ push?: boolean }} options */
 async function show({ push = true } = {}) {
@@ -95,11 +96,8 @@ async function load(key) {
   redraw(); // the map and the tabs move at once
   const panel = find(`view-${state.view}`);
   panel.setAttribute("aria-busy", "true");
-  const entries = Object.entries(currentView().needs(state)),
-    { id } = state.overview;
-  const one = async ([name, [request, parameters]]) => [name, await get(request, id, parameters)];
   try {
-    const data = Object.fromEntries(await busy(Promise.all(entries.map(one))));
+    const data = await answersTo(currentView().needs(state), state.overview.id);
     if (key === keyOf()) loaded = { key, data, problem: "" };
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -113,6 +111,8 @@ async function load(key) {
 
 // ── the address ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+const choosesSentence = has("sentence") || sentences !== null;
+
 /** Read the view from the address bar; return its sentence, whether it leaves the token to the page, and a message if it
  * names something that does not exist. */
 function readAddress(hash = location.hash) {
@@ -124,7 +124,7 @@ function readAddress(hash = location.hash) {
   Object.assign(state, {
     direction: here.direction,
     head: Math.min(here.head, state.table.heads - 1),
-    objective: here.objective,
+    objective: here.objective, exercise: here.exercise, hand: here.hand,
   });
   const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
   state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
@@ -136,7 +136,7 @@ function readAddress(hash = location.hash) {
 
 /** @param {boolean} push */
 function writeAddress(push) {
-  const text = !offline && state.overview.text !== state.table.text ? state.overview.text : null;
+  const text = choosesSentence && state.overview.text !== state.table.text ? state.overview.text : null;
   const token = !state.objective && state.token === firstToken(state.overview) ? null : state.token;
   const hash = formatAddress({ ...state, token, text });
   if (hash === location.hash) return;
@@ -195,7 +195,7 @@ async function computeTrace(text, { push = false, fresh = false, version = weigh
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (offline ? get("overview") : post("sentence", body)), push, fresh);
+    await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview", storedId(text))), push, fresh);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -229,6 +229,8 @@ const actions = {
   show,
   preview,
 
+  play: () => play(state, actions),
+
   /** Open a view. @param {string} view */
   open(view) {
     state.view = view;
@@ -237,7 +239,8 @@ const actions = {
 
   /** Open a station. @param {string} station @param {string} direction @param {number} token */
   go(station, direction = state.direction, token = state.token) {
-    Object.assign(state, { view: "station", station, direction, token, followed: [] });
+    const hand = state.hand && { name: "", row: null, column: null, head: null }; // stays open
+    Object.assign(state, { view: "station", station, direction, token, hand, followed: [] });
     return show();
   },
 
@@ -279,7 +282,7 @@ const actions = {
    * @param {number} column
    * @param {number | null} head */
   async follow(name, row, column, head) {
-    if (offline) return actions.select({ token: row });
+    if (!has("follow")) return actions.select({ token: row });
     const symbol = /** @type {string} */ (name.split(".").at(-1)).replace("grad_", "∂").replace("delta_", "Δ_");
     state.followed = [{ name, row, column, head, label: `${symbol} [${row}, ${column}]` }];
     await show({ push: false });
@@ -308,8 +311,8 @@ const actions = {
   /** From the story: to the loss, with the error of one position. @param {number} position */
   async followError(position) {
     Object.assign(state, { view: "station", station: "loss", direction: "backward", token: position });
-    if (offline) await show();
-    else await actions.explainWord(position);
+    if (has("sentence")) await actions.explainWord(position);
+    else await show();
   },
 
   /** Explain the loss of one word of the sentence in the box. @param {number} position */
@@ -359,10 +362,10 @@ async function start() {
     ),
   );
   const wanted = readAddress(address);
-  const text = (offline ? null : wanted.text) ?? t.text;
+  const text = (choosesSentence ? wanted.text : null) ?? t.text;
   find("sentence").value = text;
-  find("sentence").readOnly = offline;
-  if (offline) find("sentence-form").querySelector("button").hidden = true;
+  find("sentence").readOnly = !has("sentence");
+  if (!has("sentence")) find("sentence-form").querySelector("button").hidden = true;
   fitSentence();
   listen(state, actions, { readAddress, setTheme, tour: () => startTour(find("tour"), state, visit) });
   let problem = await trace(text, { fresh: wanted.fresh });

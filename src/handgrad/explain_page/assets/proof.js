@@ -13,13 +13,16 @@ const KINDS = {
   rounding: "model's precision",
 };
 const WAITING = "… checking on this sentence";
-/** What the table of checks holds. @param {any} proof */
-export const aboutChecks = (proof) =>
-  "Every formula is evaluated on this sentence in float64 and compared with torch's autograd" +
-  (proof?.state === "autograd"
-    ? ". Finite differences were not computed."
-    : " and with finite differences of the explained number along random directions.") +
-  " “Model's precision” compares what the model itself computed with the float64 result.";
+/** What the table of checks holds. @param {any} proof @param {boolean} autograd  whether they compare with it */
+export const aboutChecks = (proof, autograd) =>
+  autograd
+    ? "Every formula is evaluated on this sentence in float64 and compared with torch's autograd" +
+      (proof?.state === "autograd"
+        ? ". Finite differences were not computed."
+        : " and with finite differences of the explained number along random directions.") +
+      " “Model's precision” compares what the model itself computed with the float64 result."
+    : "This page computes in float64, and compares every error signal and gradient with finite differences of the explained " +
+      "number along random directions. To compare with torch's autograd as well, run handgrad explain.";
 
 /** What the checks that have passed so far amount to. */
 const STATES = {
@@ -38,8 +41,8 @@ const FAULTS = {
 /** @param {number | null} x */
 const error = (x) => (x === null || x === Infinity ? "∞" : number(x, 1));
 
-/** @param {any} proof  the server's report on the station, or null while there is none */
-export function proofCard(proof) {
+/** @param {any} proof  the report on the station, or null while there is none @param {boolean} autograd */
+export function proofCard(proof, autograd) {
   const { style, text } = badge(proof);
   const checks = proof?.checks ?? [];
   const rows = checks.map((c) =>
@@ -57,7 +60,7 @@ export function proofCard(proof) {
     "section.card.proof",
     { "aria-label": "Proof", key: "proof" },
     h("p", { class: `badge ${style}`, id: "badge", role: "status", "data-state": proof?.state ?? "waiting" }, text),
-    foldable("Show all checks", {}, soft(aboutChecks(proof)), table("Checks", head, rows, { class: "checks" })),
+    foldable("Show all checks", {}, soft(aboutChecks(proof, autograd)), table("Checks", head, rows, { class: "checks" })),
   );
 }
 

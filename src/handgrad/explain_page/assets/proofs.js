@@ -1,7 +1,7 @@
 // @ts-check
-// Follows the checks while the server makes them: of all stations in brief, and of the open station in full.
+// Follows the checks while they are made: of all stations in brief, and of the open station in full.
 
-import { get, offline, pause } from "./api.js";
+import { get, pause } from "./api.js";
 import { state } from "./state.js";
 
 let brief = ""; // the sentence whose stations are being followed
@@ -32,7 +32,7 @@ async function followAll(redraw) {
     const open = Object.values(proofs).some(
       (p) => p.state === "measuring" && (!state.table.large || p.passed === null),
     );
-    if (!open || offline) return;
+    if (!open) return;
     await pause(400);
   }
 }
@@ -51,7 +51,7 @@ async function followStation(redraw) {
     if (full !== mine || state.overview.id !== id) return;
     state.proof = proof;
     redraw();
-    if (proof.state !== "measuring" || offline) return;
+    if (proof.state !== "measuring") return;
     await pause(250);
   }
   if (full === mine) full = "";

@@ -1,7 +1,7 @@
 // @ts-check
 // “Save” on every picture: as PNG, SVG or CSV, or the line of Python that makes its data.
 
-import { get, offline } from "./api.js";
+import { get, has } from "./api.js";
 import { csvText } from "./csv.js";
 import { elementSvg } from "./element_svg.js";
 import { button } from "./parts.js";
@@ -32,7 +32,7 @@ export function saveMenu(about) {
     python ? lines(python) : null,
     item("PNG", async (figure) => download(`${file}.png`, await pngOf(figure))),
     item("SVG", async (figure) => download(`${file}.svg`, address(svgOf(figure), "image/svg+xml"))),
-    values || (name && !offline)
+    values || (name && has("matrix"))
       ? item("CSV", async () => download(`${file}.csv`, address(await csvOf(about), "text/csv")))
       : null,
   ]);
@@ -42,7 +42,7 @@ export function saveMenu(about) {
 export const pythonMenu = (label, python) => menu(label, "as Python ▾", lines(python));
 
 /** @param {string} label @param {string} text @param {any} items */
-const menu = (label, text, items) =>
+export const menu = (label, text, items) =>
   h(
     "details.save",
     { onkeydown: closeOnEscape, ontoggle: closeWhenLeft },
@@ -57,7 +57,7 @@ const lines = (python) => [
 ];
 
 /** @param {string} text @param {(figure: Element) => Promise<any>} act */
-const item = (text, act) => button(text, (event) => run(event, act), { class: "small" });
+export const item = (text, act) => button(text, (event) => run(event, act), { class: "small" });
 
 /** A picture with its title, a heading if `tag` is one, and its menu.
  * @param {Saved & { class?: string, key?: string, tag?: string, attributes?: any }} about @param {...any} content */
@@ -114,10 +114,10 @@ export async function entriesOf(sentence, { name, head, rowIds: rows, columnIds:
 }
 
 /** @param {string} text @param {string} type */
-const address = (text, type) => URL.createObjectURL(new Blob([text], { type: `${type};charset=utf-8` }));
+export const address = (text, type) => URL.createObjectURL(new Blob([text], { type: `${type};charset=utf-8` }));
 
 /** @param {string} name @param {string} href */
-function download(name, href) {
+export function download(name, href) {
   const link = Object.assign(document.createElement("a"), { download: name, href });
   link.click();
   if (href.startsWith("blob:")) setTimeout(() => URL.revokeObjectURL(href), 10_000);

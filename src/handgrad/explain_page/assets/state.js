@@ -15,5 +15,7 @@ export const state = {
   stop: 0, // index of the station among all stops
   stops: 0,
   /** @type {string | null} */ objective: null, // what is differentiated: null for the loss of the whole sentence
+  exercise: "", // the name of the exercise that is open; "" for the first one that is not solved
+  /** @type {any} */ hand: null, // what is computed by hand: name, row, column and head of an entry; null while that is closed
   /** @type {any[]} */ followed: [], // the numbers being followed, the newest last
 };

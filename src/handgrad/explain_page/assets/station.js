@@ -1,9 +1,9 @@
 // @ts-check
 // One station: heading, formulas, proof, matrices, parameters and code.
 
-import { has, offline } from "./api.js";
+import { has } from "./api.js";
 import { attentionCard } from "./attention.js";
-import { byHand } from "./by_hand.js";
+import { handCard } from "./by_hand.js";
 import { exerciseButtons } from "./exercises.js";
 import { number, shapeOf } from "./format.js";
 import { followCard } from "./follow.js";
@@ -15,6 +15,7 @@ import { neuronCard } from "./neurons.js";
 import { button, caption, figureCell, table, tr } from "./parts.js";
 import { proofCard } from "./proof.js";
 import { h } from "./render.js";
+import { symbolRow } from "./symbols.js";
 import { swapTable } from "./swaps.js";
 
 /** The open station; the loss with the definition of what is explained. */
@@ -23,7 +24,7 @@ function stationOf(state) {
   return { ...station, ...station.by_objective[state.overview.objective.kind] };
 }
 
-const chooses = offline ? "selects the token" : "follows this number"; // what a click on a matrix does
+const chooses = has("follow") ? "follows this number" : "selects the token"; // what a click on a matrix does
 
 /** @param {any} cell */
 const requestOf = ({ name, row, column, head }) => ({ name, row, column, ...(head === null ? {} : { head }) });
@@ -32,7 +33,7 @@ export const stationView = {
   id: "station",
   title: "Station",
 
-  /** What the view asks the server for. @param {any} state */
+  /** What the view asks for. @param {any} state */
   needs(state) {
     const station = stationOf(state);
     const more = (/** @type {string} */ request) => station.more.includes(request);
@@ -40,8 +41,8 @@ export const stationView = {
       view: ["station", { station: station.id }],
       ...(more("head") ? { head: ["head", { block: station.block, head: state.head }] } : {}),
       ...(more("lens") ? { lens: ["lens", { station: station.id }] } : {}),
-      ...(more("swaps") && !offline ? { swaps: ["swaps", { position: state.token }] } : {}),
-      ...(more("neurons") && has(`neurons?block=${station.block}`)
+      ...(more("swaps") && has("swaps", { position: state.token }) ? { swaps: ["swaps", { position: state.token }] } : {}),
+      ...(more("neurons") && has("neurons", { block: station.block })
         ? { neurons: ["neurons", { block: station.block }] }
         : {}),
       ...(state.followed.length ? { followed: ["follow", requestOf(state.followed.at(-1))] } : {}),
@@ -56,18 +57,20 @@ export const stationView = {
       heading(station, state, actions),
       h("p.summary", { key: "summary" }, station.summary),
       formulas(station, state, view),
-      proofCard(state.proof),
+      symbolRow(station),
+      proofCard(state.proof, state.table.torch),
       station.id === "a_0" ? swapTable(view, swaps, state) : null,
       station.id === "loss" ? lossCard(view, state, actions) : null,
       head ? attentionCard(head, state, actions, labels) : null,
       matrices(view, station, state, actions, labels),
       followed ? followCard(followed, state, actions) : null,
+      handCard(view, state, actions),
       statistics(view),
       lens ? lensCard(lens, state, actions, labels) : null,
       view.parameters.length || view.frozen.length ? parameters(view, state, actions) : null,
       neurons ? neuronCard(neurons, state, actions) : null,
       code(station, state),
-      exerciseButtons(station, actions),
+      exerciseButtons(station, state, actions),
     ];
   },
 
@@ -192,10 +195,9 @@ function parameters(view, state, actions) {
             nameColumn: numbered("column"),
             ...vocabularyOf(p),
             python: p.python,
-            ...(offline ? {} : { choose: (row, column) => actions.follow(p.name, row, column, null), chooses }),
+            ...(has("follow") ? { choose: (row, column) => actions.follow(p.name, row, column, null), chooses } : {}),
           })
         : null,
-      p.by_hand ? byHand(p, state.overview.tokens) : null,
     );
   return h(
     "section.card",

@@ -3,16 +3,25 @@
 
 import { find } from "./render.js";
 
+const SOON = 120,
+  LATE = 300; // milliseconds after which a wait shows the bar, and says what is computed
 let pending = 0; // open requests
 
-/** Show the progress bar until a promise settles. @template T @param {Promise<T>} promise @returns {Promise<T>} */
-export async function busy(promise) {
+/** Show the progress bar until a promise settles, and after a moment what it waits for.
+ * @template T @param {Promise<T>} promise @param {() => string} what @returns {Promise<T>} */
+export async function busy(promise, what = () => "") {
   pending++;
-  const late = setTimeout(() => (find("progress").hidden = false), 120);
+  let said = "";
+  const bar = setTimeout(() => (find("progress").hidden = false), SOON);
+  const words = setTimeout(() => {
+    if (!find("status").textContent) setStatus((said = what()));
+  }, LATE);
   try {
     return await promise;
   } finally {
-    clearTimeout(late);
+    clearTimeout(bar);
+    clearTimeout(words);
+    if (said && find("status").textContent === said) setStatus("");
     if (--pending === 0) find("progress").hidden = true;
   }
 }

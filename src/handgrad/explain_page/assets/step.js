@@ -1,12 +1,16 @@
 // @ts-check
 // The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how predictions change.
 
-import { embeddedSteps, offline, post } from "./api.js";
+import { aboutGoal, diverges, goalOf, LIMIT, standingOf } from "./after_steps.js";
+import { has, post } from "./api.js";
+import { elsewhereCard, measureElsewhere } from "./elsewhere.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { button, caption, figureCell, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { plotOf, sentenceOf } from "./step_plot.js";
+import { said, wordOf } from "./storyline.js";
 
 let steps = []; // answers of the server, { id, loss, predicted, measured, moves }, with learning rate and optimizer
 let moves = []; // probability of each target before the first step and after the last
@@ -14,7 +18,9 @@ let moves = []; // probability of each target before the first step and after th
 let rate = NaN; // log10 of the learning rate that is shown
 let touched = false; // whether the reader chose it
 let optimizer = "SGD";
-let running = ""; // "waits" for a trace, "one" or "many" while steps are taken, "ends" until the page has the new weights
+let running = ""; // "waits" for a trace, "one", "many" or "until" for steps, "ends" until the page has the new weights
+/** @type {{ goal: any, standing: any, end: any } | null} */
+let until = null; // the word that shall be the first choice, and where it stands
 let problem = "";
 let runId = 0; // answers that belong to an older run are ignored
 
@@ -25,8 +31,11 @@ export function discardSteps() {
   steps = [];
   moves = [];
   running = "";
+  until = null;
   runId++;
 }
+
+const canStep = has("step");
 
 export const lastStep = () => steps.at(-1);
 
@@ -36,22 +45,24 @@ const rateKey = (power) => String(Number((10 ** power).toPrecision(3)));
 export const stepView = {
   id: "step",
   title: "Take a step",
-  needs: () => ({}),
+  /** Steps that were taken before, if none can be taken. */
+  needs: () => (canStep ? {} : { stored: ["steps", {}] }),
 
-  /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, data, actions) {
+  /** @param {any} state @param {{ stored?: Record<string, any[]> }} data @param {any} actions */
+  draw(state, { stored }, actions) {
     const { table: model, overview } = state,
       { objective } = overview;
     const all = model.lora ? "only the adapters are trained" : "all parameters are trained";
     return [
       viewHead(all, "Take a step"),
       h("p.summary", about(model, nameOf(objective))),
-      controls(state, actions),
+      controls(state, stored, actions),
       lastStep()
         ? outcome(lastStep(), nameOf(objective))
         : h("p.soft", { key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
       steps.length ? curve(objective) : null,
       moves.length ? changes() : null,
+      overview.steps && has("predict") ? elsewhereCard(state, goalOf(state, wordOf(state).position), actions) : null,
     ];
   },
 };
@@ -73,22 +84,30 @@ const about = (model, name) =>
 const firstRate = ({ large }, name) => (name === "Adam" ? (large ? -5 : -3) : large ? -3 : -2);
 
 /** What a step of a large model is doing, which takes seconds. */
-const WORK = { one: "Computing the step…", many: "Computing the steps…", ends: "Computing a trace with the new weights…" };
+const STEPS = "Computing the steps…";
+const WORK = { one: "Computing the step…", many: STEPS, until: STEPS, ends: "Computing a trace with the new weights…" };
 
-function controls(state, actions) {
+/** @param {any} state @param {Record<string, any[]> | undefined} stored  by learning rate @param {any} actions */
+function controls(state, stored, actions) {
   if (!touched) rate = firstRate(state.table, optimizer);
-  const rates = offline ? Object.keys(embeddedSteps()) : null;
+  const rates = stored ? Object.keys(stored) : null;
   if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
-  const prepared = offline ? embeddedSteps()[rateKey(rate)] : null;
+  const prepared = stored ? stored[rateKey(rate)] : null;
   const left = prepared ? prepared.filter((step) => !step.error).length - steps.length : 20;
   const setRate = (event) => {
     touched = true;
     rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
-    if (offline) discardSteps();
+    if (stored) discardSteps();
     actions.redraw();
   };
-  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !offline && WORK[running];
-  const can = { one: !running && left > 0, many: (!running || running === "many") && left > 0, reset: !running };
+  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !stored && WORK[running];
+  const can = {
+    one: !running && left > 0,
+    many: (!running || running === "many") && left > 0,
+    until: !running || running === "until",
+    reset: !running,
+  };
+  const goal = goalOf(state, wordOf(state).position);
   const choose = (name) => {
     optimizer = name;
     actions.redraw();
@@ -121,7 +140,7 @@ function controls(state, actions) {
     h(
       "div.field",
       h("label", { for: "optimizer" }, "optimizer"),
-      select({ id: "optimizer", disabled: offline, value: optimizer }, Object.entries(state.table.optimizers), choose),
+      select({ id: "optimizer", disabled: Boolean(stored), value: optimizer }, Object.entries(state.table.optimizers), choose),
     ),
     h(
       "div.walk",
@@ -133,9 +152,25 @@ function controls(state, actions) {
         () => take(left, prepared, state, actions),
         running === "many" ? "stop" : `run ${left || ""}`.trim(),
       ),
+      stored
+        ? null
+        : control(
+            "step-until",
+            null,
+            can.until,
+            () => take(LIMIT, null, state, actions, goal),
+            running === "until" ? "stop" : `take steps until it says ${said(goal.word)}`,
+          ),
       control("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
     ),
     problem ? h("p.problem", { role: "alert" }, problem) : null,
+    until?.standing
+      ? h(
+          "p",
+          { role: "status", key: "until", id: "until", "data-steps": until.standing.steps, "data-end": until.end },
+          aboutGoal(until.goal, until.standing, until.end, steps[0]?.loss ?? NaN),
+        )
+      : null,
     work ? h("p.soft", { role: "status", key: "work" }, work) : null,
     left || !prepared
       ? null
@@ -147,7 +182,9 @@ function controls(state, actions) {
   );
 }
 
-async function take(number_, prepared, state, actions) {
+/** Take steps, at most this many; with a goal, until that word is the first choice or the steps diverge.
+ * @param {number} number_ @param {any} prepared @param {any} state @param {any} actions @param {any} goal */
+async function take(number_, prepared, state, actions, goal = null) {
   if (running) {
     running = ""; // ends the loop below
     return;
@@ -163,33 +200,52 @@ async function take(number_, prepared, state, actions) {
     problem = "No step was taken, because the trace failed.";
     return actions.redraw();
   }
-  running = number_ > 1 ? "many" : "one";
+  running = goal ? "until" : number_ > 1 ? "many" : "one";
+  until = goal && { goal, standing: null, end: "running" };
+  const before = state.overview.steps;
   const one = () =>
     prepared
       ? prepared[steps.length]
       : post("step", { id: lastStep()?.id ?? state.overview.id, lr: 10 ** rate, optimizer });
   actions.redraw();
   try {
-    for (let i = 0; i < number_ && running; i++) {
+    if (goal) await look(lastStep()?.version ?? state.overview.version, before, state, actions, mine);
+    for (let i = 0; i < number_ && running && !ended(); i++) {
       const taken = await actions.busy(Promise.resolve(one()));
       if (mine !== runId) return; // another sentence was entered meanwhile
       moves = taken.moves.map((m, t) => ({ ...m, before: steps.length ? moves[t].before : m.before }));
       steps.push({ ...taken, lr: Number((10 ** rate).toPrecision(6)), optimizer });
+      if (goal) await look(taken.version, taken.steps, state, actions, mine);
+      if (mine !== runId) return;
       actions.redraw();
     }
   } catch (reason) {
     if (mine !== runId) return;
     problem = reason.message;
+    if (until) until.end = "stopped";
   }
+  if (until?.end === "running") until.end = running ? "limit" : "stopped";
   running = "ends";
   try {
-    if (!offline && steps.length) await actions.showSentence(lastStep().id);
+    if (canStep && steps.length) await actions.showSentence(lastStep().id);
   } catch (reason) {
     if (mine === runId) problem = reason.message;
   }
   if (mine !== runId) return;
   running = "";
   actions.redraw();
+  if (until?.end === "reached" && state.overview.steps) await measureElsewhere(state, actions);
+}
+
+const ended = () => until !== null && until.end !== "running";
+
+/** See where the word stands with these weights. */
+async function look(version, taken, state, actions, mine) {
+  const found = await actions.busy(post("predict", { text: state.overview.text, version }));
+  if (mine !== runId || !until) return;
+  until.standing = standingOf(until.goal, found, taken);
+  if (until.standing.first.id === until.goal.id) until.end = "reached";
+  else if (diverges(steps)) until.end = "diverges";
 }
 
 function outcome(last, name) {
@@ -277,7 +333,7 @@ function curve(objective) {
 function changes() {
   const rows = moves.map((m, t) =>
     tr(
-      { key: t },
+      { key: t, "data-link": tokenLink(t) },
       visible(m.token),
       h("b", visible(m.target)),
       h(

@@ -1,9 +1,10 @@
 // @ts-check
 // The first view: a story about one word of this sentence, the worst predicted one unless the reader chooses another.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, count, number, percent, probability, quote, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { button, caption, chips, leftBar, probabilityBars, soft } from "./parts.js";
 import { find, h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -24,7 +25,7 @@ export const firstToken = ({ objective, losses }) => objective.position ?? worst
 
 /** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
  * @param {{ label: string }[]} tokens @param {number} position */
-function context(tokens, position) {
+export function contextOf(tokens, position) {
   const enough = tokens[position].label.length > 1 ? 8 : 1; // letters: one word is little if tokens are words
   let text = "";
   for (let t = position; t >= 0 && text.length < 12; t--) {
@@ -55,9 +56,9 @@ export const storyView = {
     };
     const { unit } = state.table;
     return [
-      headline(context(tokens, position), row, aboutChoice(losses, position, unit)),
+      headline(contextOf(tokens, position), row, aboutChoice(losses, position, unit)),
       words(tokens, losses, position, choose, unit),
-      guesses(context(tokens, position), row, losses[position], state.preview ? undefined : position, unit),
+      guesses(contextOf(tokens, position), row, losses[position], state.preview ? undefined : position, unit),
       nextWord(positions.at(-1)),
       blame(position, state, actions),
     ];
@@ -98,16 +99,17 @@ function words(tokens, losses, position, choose, unit) {
       content: [h("b", visible(token.label)), h("small", p === null ? "–" : percent(p))],
       label:
         p === null
-          ? `${visible(token.label)}, the first token, not predicted`
-          : `${visible(token.label)} was predicted with ${percent(p)}`,
+          ? `${quote(token.label)}, the first token, not predicted`
+          : `${quote(token.label)} was predicted with ${percent(p)}`,
       style: i ? filled("size", 0.6 * (losses[i - 1] / most)) : null,
+      data: { "data-link": tokenLink(i) },
     };
   });
   return h(
     "section.card",
     { "aria-label": "The sentence", key: "words" },
     caption(
-      `${offline ? "Below" : "Change the sentence above and watch: below"} each ${unit} is the probability that the model gave ` +
+      `${has("predict") ? "Change the sentence above and watch: below" : "Below"} each ${unit} is the probability that the model gave ` +
         `it, from the ${unit}s before it alone. The stronger the blue, the more it was surprised. Choose a ${unit}.`,
     ),
     chips({ label: "Tokens and their probabilities", items, chosen: position + 1, choose, class: "strip story-words" }),
@@ -161,9 +163,10 @@ function blame(position, state, actions) {
     h(
       "div.walk",
       button("Follow the error up ↑", () => actions.followError(position), { class: "primary", id: "follow-up" }),
-      known || offline
+      known || !has("sentence")
         ? null
         : button("Show their shares", () => actions.explainWord(position), { id: "blame" }),
+      button("Play the pass", () => actions.play(), { id: "story-play" }),
       button("Take the tour", () => find("tour-button").click(), { id: "story-tour" }),
       button("Walk forward from the first layer", () => actions.go("a_1", "forward"), { id: "story-map" }),
     ),

@@ -2,6 +2,7 @@
 // Station a_0: the tokens, and what the loss would be if another token stood in place of one of them.
 
 import { quote, signed, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { caption, figureCell, soft, table, tr } from "./parts.js";
 import { h } from "./render.js";
 
@@ -16,7 +17,7 @@ export function swapTable(view, measured, state) {
   const rows = view.swaps.map((row, t) => {
     const swaps = measured?.position === t ? measured.swaps : row.swaps;
     return tr(
-      { key: t, class: t === state.token ? "chosen" : null },
+      { key: t, class: t === state.token ? "chosen" : null, "data-link": tokenLink(t) },
       figureCell(t + 1),
       h("b", visible(tokens[t].label)),
       figureCell(row.id),

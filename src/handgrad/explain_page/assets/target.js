@@ -1,7 +1,7 @@
 // @ts-check
 // The bar that chooses what is differentiated: the loss of the whole sentence, of one word, or a difference of logits.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { chance, count, number, percent, quote, visible } from "./format.js";
 import { choice, select } from "./parts.js";
 import { h } from "./render.js";
@@ -19,7 +19,7 @@ export function targetBar(state, actions) {
   const { objective, losses, tokens } = state.overview;
   const { kind } = objective;
   const python = pythonMenu("The lines of Python that make this trace", setUp(state));
-  if (offline) return [h("p.target-label", `Explained here: ${objective.label}.`), python];
+  if (!has("sentence")) return [h("p.target-label", `Explained here: ${objective.label}.`), python];
   const position = objective.position ?? Math.min(state.token, losses.length - 1);
   const choose = (/** @type {string} */ wanted) => {
     if (wanted === "sentence") return actions.explain(null);

@@ -2,7 +2,8 @@
 // The strip of tokens below the sentence: how surprised the model was by each, and which one is being followed.
 
 import { color, css, filled } from "./colors.js";
-import { number, visible } from "./format.js";
+import { number, quote, visible } from "./format.js";
+import { tokenLink } from "./linked.js";
 import { chips } from "./parts.js";
 import { h } from "./render.js";
 
@@ -29,9 +30,9 @@ export function tokenStrip(state, actions) {
     const text = surprise === null ? "the first token is not predicted" : `surprise −log p = ${number(surprise)}`;
     return {
       content: visible(token.label),
-      label: `token ${i + 1}: ${visible(token.label)}, ${text}`,
+      label: `token ${i + 1}: ${quote(token.label)}, ${text}`,
       title: text,
-      data: { "data-token": i },
+      data: { "data-token": i, "data-link": tokenLink(i) },
       style: surprise === null ? null : filled("size", 0.6 * (surprise / most)),
     };
   });

@@ -3,6 +3,7 @@
 
 import { button } from "./parts.js";
 import { h, render } from "./render.js";
+import { said, wordOf } from "./storyline.js";
 import { freeCorner } from "./tour_place.js";
 
 /** What Δ₁₂ and the push are, by what is explained. */
@@ -23,9 +24,13 @@ const STOPS = [
   {
     title: "A model reads your sentence",
     subject: "#tokens",
-    text:
-      "The model has read the sentence above and has predicted the next token at every position. This " +
-      "page shows what happened inside the model while it did so.",
+    text: (/** @type {any} */ state) => {
+      const { word, before, share } = wordOf(state);
+      return (
+        "The model has read the sentence above and has predicted the next token at every position. After " +
+        `${said(before)} it gave ${said(word)} ${share}. The tour follows this word, down to its loss and back up.`
+      );
+    },
     where: { view: "station", station: "a_0", direction: "forward" },
   },
   {
@@ -82,9 +87,14 @@ const STOPS = [
   {
     title: "Every formula is checked",
     subject: ".proof",
-    text: (/** @type {any} */ { proofs }, /** @type {string} */ station) =>
-      "The badge is a measurement: on this sentence, the formula is compared with automatic differentiation" +
-      (proofs?.[station]?.state === "autograd" ? "" : " and with finite differences, which use no formula at all") +
+    text: (/** @type {any} */ { table, proofs }, /** @type {string} */ station) =>
+      "The badge is a measurement: on this sentence, the formula is compared " +
+      [
+        table.torch ? "with automatic differentiation" : "",
+        proofs?.[station]?.state === "autograd" ? "" : "with finite differences, which use no formula at all",
+      ]
+        .filter(Boolean)
+        .join(" and ") +
       ". Open “Show all checks” to see each comparison.",
     where: { view: "station", station: { kind: "norm", at: -1 }, direction: "backward" },
   },
@@ -99,9 +109,10 @@ const STOPS = [
   {
     title: "Now change the model",
     subject: ".controls",
-    text:
-      "The gradient predicts what a small step does to the loss. Take a step and compare. Then " +
-      "increase the learning rate until the prediction fails.",
+    text: (/** @type {any} */ state) =>
+      "The gradient predicts what a small step does to the loss. Take a step and compare. Then increase the learning rate " +
+      `until the prediction fails. Unless the page is a file, you can also take steps until it says ${said(wordOf(state).word)}, ` +
+      "and see what they do to other prompts.",
     where: { view: "step" },
   },
 ];

@@ -2,9 +2,10 @@
 // The view “What if”: a head, a skip connection, a neuron or one attention weight is set to 0, forward or on the way
 // back. The change that the gradient predicts, −⟨Δ, a⟩, stands beside the measured one.
 
-import { offline } from "./api.js";
+import { has } from "./api.js";
 import { filled } from "./colors.js";
 import { number, percent, quote, signed, visible } from "./format.js";
+import { headLink, tokenLink } from "./linked.js";
 import { button, caption, choice, field, figureCell, ofBlock, rowHead, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -20,7 +21,7 @@ const WAYS = { forward: "its output is 0", backward: "no error flows back throug
 /** A button that opens this view with a part set to 0.
  * @param {Record<string, any>} part @param {string} name @param {any} actions */
 export function whatIfButton(part, name, actions) {
-  if (offline) return null;
+  if (!has("what-if")) return null;
   const open = () => {
     place = part;
     actions.open("whatif");
@@ -32,7 +33,10 @@ export function whatIfButton(part, name, actions) {
 export const whatIfView = {
   id: "whatif",
   title: "What if",
-  available: () => !offline,
+  available: () => has("effects"),
+  about:
+    "Set a head, a skip connection, a neuron or one attention weight to 0, and see the change of the loss that the gradient " +
+    "predicts beside the one that is measured.",
 
   /** @param {any} state */
   needs(state) {
@@ -106,6 +110,12 @@ const numbered = (/** @type {any[][]} */ neurons) =>
   Array.from({ length: Math.max(...neurons.map((row) => row.length)) }, (_, i) => `${i + 1}. neuron`);
 const values = (/** @type {any[][]} */ neurons) => neurons.map((row) => row.map((x) => x.predicted));
 
+/** What a part stands for. @param {any} part */
+function linkOf({ kind, block, head, neuron }) {
+  if (kind === "head") return headLink(block, head);
+  return kind === "neuron" ? `feature-hidden-${block}-${neuron}` : null;
+}
+
 /** A table of buttons, blocks × parts, colored by the predicted change.
  * @param {string} title @param {string[]} columns @param {number[][]} changes @param {(part: any) => void} pick
  * @param {any} about */
@@ -120,6 +130,7 @@ function grid(title, columns, changes, pick, { part, text, python, file, columnL
       "aria-pressed": String(same(chosen)),
       "aria-label": `${label}: predicted change ${signed(value)}`,
       "data-part": Object.values(chosen).join(" "),
+      "data-link": linkOf(chosen),
       "data-value": value,
       title: `${label}: ${signed(value)}`,
       style: filled("delta", (0.9 * value) / most),
@@ -177,14 +188,16 @@ const outcome = (about, ...content) =>
     content,
   );
 
-function forwardResult(result) {
+/** The change of the objective by an edit, predicted and measured, and what it does to the predictions.
+ * @param {any} result @param {string} [title] @param {string} [formula] @param {string} [prefix]  of ids */
+export function forwardResult(result, title = `Without ${result.label}`, formula = "−⟨Δ, a⟩", prefix = "change") {
   const fact = (label, text, about = {}) => h("div", h("b", about, text), h("span", label));
   const change = (id, label, value) => fact(label, signed(value, 4), { id, "data-value": value });
   const moves = result.moves.filter((m) => m.target !== null);
   const first = (m) => [...new Set([m.first_before, m.first_after])].map(quote).join(" → ");
   const rows = moves.map((m, t) =>
     tr(
-      { key: t },
+      { key: t, "data-link": tokenLink(t) },
       visible(m.token),
       h("b", visible(m.target)),
       figureCell(percent(m.before)),
@@ -195,7 +208,7 @@ function forwardResult(result) {
   const head = ["after token", "target", "before", "after", "most probable"];
   return outcome(
     {
-      title: `Without ${result.label}`,
+      title,
       python: result.python,
       values: () => moves.map((m) => [m.token, m.target, m.before, m.after, m.first_after]),
       columnLabels: head,
@@ -204,8 +217,8 @@ function forwardResult(result) {
       "div.facts",
       { "aria-live": "polite" },
       fact("before", number(result.value, 4)),
-      change("change-predicted", "change predicted, −⟨Δ, a⟩", result.predicted),
-      change("change-measured", "change measured", result.measured),
+      change(`${prefix}-predicted`, `change predicted, ${formula}`, result.predicted),
+      change(`${prefix}-measured`, "change measured", result.measured),
     ),
     caption(result.caption),
     table("Predictions before and after", head, rows, { tall: true }),

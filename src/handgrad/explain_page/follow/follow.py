@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...formatting import subscript
 from ...model.inspect.trace import Trace
-from ..json_types.station import ByHand, CellName, Factor, Followed, HandFactor, Term, TermPlace
+from ..json_types.station import CellName, Factor, Followed, Term, TermPlace
 from ..presentation.notation import percent, symbol, typeset
 from ..session.session import Session, TracedSentence
 from . import forward, signals
@@ -19,42 +19,25 @@ from .terms import Sum
 
 VOCABULARY_ROWS = ("w_tok", "grad_w_tok")  # tensors with a row, or a column, for every token of the vocabulary
 VOCABULARY_COLUMNS = ("a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11")
-SHOWN = 12  # terms that are listed; the others are added up
+ALL, SHOWN = (
+    40,
+    12,
+)  # a sum of at most ALL terms is listed whole; of others the largest SHOWN, and what the others add up to
 
 
 def follow(session: Session, sentence: TracedSentence, name: str, head: int | None, row: int, column: int) -> Followed:
     """Return the terms of one cell, largest first, with their sum beside the value on the screen."""
     with session.model_at(sentence.version) as model, torch.no_grad():
-        t = Tensors(model, sentence.trace, session.network)
-        cell = Cell(name, row, column, head)
-        value = t.value(cell)
-        backward = split(name)[1].startswith(("delta_", "grad_", "g_"))
-        formula, sums = (signals if backward else forward).rule(t, sentence, cell)
-        return _shown(session, sentence, t, cell, value, formula, sums)
+        return terms_of(
+            session, sentence, Tensors(model, sentence.trace, session.network), Cell(name, row, column, head)
+        )
 
 
-def by_hand(t: Tensors, sentence: TracedSentence, name: str, grad: Tensor) -> ByHand | None:
-    """The entry of a gradient that is furthest from 0, with the two columns whose products add up to it, a row per token;
-    None if it is more than one sum of products. Numbers have all their digits, also in a file whose others are rounded."""
-    grad = grad[None] if grad.ndim == 1 else grad
-    row, column = divmod(int(grad.abs().argmax()), grad.shape[1])
-    _, sums = signals.rule(t, sentence, Cell(name, row, column))
-    if len(sums) != 1 or len(sums[0].factors) != 2 or sums[0].scale != 1.0:
-        return None
-    factors: list[HandFactor] = []
-    for factor in sums[0].factors:
-        cell = factor.cell(0)
-        if cell is None or len(factor.values) != len(sentence.ids):
-            return None
-        head = "" if cell.head is None else f" of head {cell.head + 1}"
-        title = f"{factor.symbol or _symbol(split(cell.name)[1])}{head}, column {cell.column}"
-        factors.append({"title": title, "digits": [_digits(x) for x in factor.values.tolist()]})
-    return {"row": row, "column": column, "factors": factors, "digits": _digits(grad[row, column].item())}
-
-
-def _digits(x: float) -> str:
-    """A number of float32 or less, exactly."""
-    return f"{x:.9g}"
+def terms_of(session: Session, sentence: TracedSentence, t: Tensors, cell: Cell) -> Followed:
+    value = t.value(cell)
+    backward = split(cell.name)[1].startswith(("delta_", "grad_", "g_", "G_", "mean_G"))
+    formula, sums = (signals if backward else forward).rule(t, sentence, cell)
+    return _shown(session, sentence, t, cell, value, formula, sums)
 
 
 def _shown(
@@ -64,16 +47,18 @@ def _shown(
     starts = [0]
     for s in sums:
         starts.append(starts[-1] + len(s.values()))
-    order = every.abs().argsort(descending=True).tolist()
+    order = every.abs().argsort(descending=True, stable=True).tolist()
+    listed = order if len(order) <= ALL else order[:SHOWN]
     terms: list[Term] = []
-    for i in order[:SHOWN]:
+    for i in listed:
         which = max(k for k in range(len(sums)) if starts[k] <= i)
         terms.append(_term(session, sentence, t, sums[which], i - starts[which], every[i].item()))
-    shown = every[order[:SHOWN]].sum().item()
+    shown = every[listed].sum().item()
     total = every.sum().item() if sums else value
     return {
         **_named(session, sentence, cell), "value": value, "formula": formula, "count": len(every), "terms": terms,
-        "rest": {"count": max(0, len(every) - SHOWN), "value": total - shown if sums else 0.0}, "sum": total,
+        "rest": {"count": len(every) - len(listed), "value": total - shown if len(listed) < len(every) else 0.0},
+        "sum": total,
         "leaf": not sums, "caption": _caption(cell, value, every, order, terms, formula),
     }  # fmt: skip
 
@@ -115,7 +100,9 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> CellName:
     wide = last in VOCABULARY_COLUMNS
     between = last in ("rho", "score", "scaled", "delta_causal", "delta_raw")
     tokens = (
-        last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_")) or between or last in "qkv"
+        last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_", "G_", "mean_", "sum_e"))
+        or between
+        or last in "qkv"
     )
 
     def word(i: int) -> str:
@@ -126,18 +113,26 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> CellName:
         row_label = session.token_text(cell.row)
     column_label = session.token_text(cell.column) if wide else word(cell.column) if between else None
     return {
-        "name": cell.name, "symbol": _symbol(last), "block": block, "head": cell.head, "row": cell.row,
+        "name": cell.name, "symbol": symbol_of(last), "block": block, "head": cell.head, "row": cell.row,
         "column": cell.column, "row_label": row_label, "column_label": column_label,
         "python": python_of(sentence.trace, cell),
     }  # fmt: skip
 
 
-def _symbol(last: str) -> str:
+def symbol_of(last: str) -> str:
     if last.startswith("a_bar_"):
         return "ā" + subscript(int(last.removeprefix("a_bar_")))
+    if last.startswith(("G_", "mean_G")):
+        what, _, n = last.rpartition("_")
+        n = subscript(int(n)) if n.isdigit() else f"_{n}"
+        return {"G": f"G{n}", "mean_G": f"mean(G{n})", "mean_Ga": f"mean(G{n} ∘ ā{n})"}[what]
     if last.startswith("grad_"):
         return "∂" + last.removeprefix("grad_")
-    return {"rho": "ρ", "y_pred": "y_pred"}.get(last) or symbol(last)
+    greek = {"sigma": "σ", "mu": "μ", "rms": "rms"}
+    what, _, n = last.partition("_")
+    if what in greek and n.isdigit():
+        return greek[what] + subscript(int(n))
+    return {"rho": "ρ", "y_pred": "y_pred", "sum_e": "Σ e^x"}.get(last) or symbol(last)
 
 
 def python_of(trace: Trace, cell: Cell) -> str | None:

@@ -29,9 +29,9 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
         d = t[name].shape[1]
         return "the mean of the row", [Sum((row(t, name, i),), 1 / d)]
     if last == "rho":
-        value = number(t.value(cell), "softmax", lambda k: cell._replace(name=here + "score"))
-        also = "" if t.block(here).attn.sinks is None else " and the head's sink"
-        return f"the softmax of the row of scores{also}", [Sum((value,))]
+        return _softmax(t, cell, here, here + "score")
+    if last == "sum_e":
+        return _sum_of_softmax(t, cell, here)
     scores = t.block(here).attn.scores if last in ("scaled", "score") else None
     if scores is not None and last == "score" and scores.cap is not None:
         value = number(t.value(cell), "c tanh(s/c)", lambda k: cell._replace(name=here + "scaled"))
@@ -111,9 +111,10 @@ def _add(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) ->
 
 
 def _activation(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
-    a = symbol(step.inputs[0])
-    value = number(t[cell.name][cell.row, cell.column].item(), f"g({a})", lambda k: cell._replace(name=step.inputs[0]))
-    return f"the activation function of {a}", [Sum((value,))]
+    (name,), i, j = step.inputs, cell.row, cell.column
+    x, out = t[name][i, j].double().item(), t[cell.name][i, j].item()
+    passes = number(out / x if x else 0.0, f"g({symbol(name)})/{symbol(name)}")
+    return f"g({symbol(name)}): {symbol(name)} times the share that passes", [Sum((one(t, name, i, j), passes))]
 
 
 def _gated(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -125,9 +126,9 @@ def _gated(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) 
 
 
 def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
-    value = number(t.value(cell), "softmax", lambda k: cell._replace(name=step.inputs[0]))
     how = "" if t.model.logit_map.identity else ", scaled or capped as the model does"
-    return f"the softmax of the row of logits{how}", [Sum((value,))]
+    text, sums = _softmax(t, cell, "", step.inputs[0])
+    return text + how, sums
 
 
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
@@ -139,6 +140,36 @@ RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]]
 
 
 # ── inside a step ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _softmax(t: Tensors, cell: Cell, here: str, source: str) -> Answer:
+    """e^x of one entry of a row, divided by the sum over the row"""
+    e, shifted = t.exponentials(here)
+    at = (cell.row, cell.column) if cell.head is None else (cell.head, cell.row, cell.column)
+    of = cell._replace(name=source)
+    value = number(e[at].item(), _exponential(here, shifted), lambda k: of)
+    total = cell._replace(name=here + "sum_e", column=0)
+    return "softmax: e to the power of the entry, divided by the sum over the row", [
+        Sum((value, number(1 / t.value(total), "1/Σ", lambda k: total))),
+    ]  # fmt: skip
+
+
+def _exponential(here: str, shifted: bool) -> str:
+    what = "score" if here else "logit"
+    return f"e^({what} − max)" if shifted else f"e^{what}"
+
+
+def _sum_of_softmax(t: Tensors, cell: Cell, here: str) -> Answer:
+    """What a row of exponentials is divided by"""
+    e, shifted = t.exponentials(here)
+    row = e[cell.row] if cell.head is None else e[cell.head, cell.row]
+    seen = t.seen(here, cell.row) if here else range(len(row))
+    name = here + "score" if here else "a_12"
+    every = number(row, _exponential(here, shifted), lambda k: Cell(name, cell.row, k, cell.head))
+    sums = [Sum((every,)).only(seen)]
+    if here and t.block(here).attn.sinks is not None:
+        sums.append(Sum((number(t.value(cell) - row.sum().item(), "e^sink"),)))
+    return f"the sum over the row{masked(t, seen) if here else ''}", sums
 
 
 def _read_by_norm(t: Tensors, here: str, n: str) -> str:

@@ -14,7 +14,7 @@ from ...model.steps import signal
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
-from . import mixture
+from . import mixture, norms
 from .forward import Answer, masked
 from .tensors import Cell, Tensors, delta_of, split, wide
 from .terms import Factor, Sum, column, number, one, row, taps
@@ -29,6 +29,8 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
         return _gradient(t, sentence, cell, here, last.removeprefix("grad_"))
     if last.startswith("g_"):
         return _adapter_signal(t, here, last.removeprefix("g_"), cell.row, cell.column)
+    if last.startswith(("G_", "mean_G")):
+        return norms.inside(t, here, last, cell.row, cell.column)
     readers = t.network.readers(f"{here}a_{last.removeprefix('delta_')}")
     if last in ("delta_z", "delta_conv"):
         return _inside_convolution(t, here, last, cell.row, cell.column)
@@ -52,14 +54,6 @@ def _embedding(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Ce
 
 def _next(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
     return "Δ of the next block's input", [Sum((one(t, step.signals[0], cell.row, cell.column),))]
-
-
-def _norm(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
-    """Δ of a norm's output · column j of its derivative at row i"""
-    i, j = cell.row, cell.column
-    derivative = _derivative(step.norm()[1], t[step.inputs[0]][i].double())[:, j]
-    which = "last " if step.block is None else ""
-    return f"Δ through the {which}norm", [Sum((row(t, step.signals[0], i), number(derivative, "norm′")))]
 
 
 def _attention(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
@@ -156,7 +150,7 @@ def _slope_of_logit(t: Tensors, i: int, j: int) -> tuple[tuple[Factor, ...], str
 
 
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
-    "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
+    "embedding": _embedding, "next": _next, "norm": norms.sent, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
     "router": mixture.sent_by_router, "experts": mixture.sent_by_experts, "mixture": mixture.sent_by_mixture,
@@ -164,13 +158,6 @@ RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]]
 
 
 # ── inside a step ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _derivative(norm: Norm, a: Tensor) -> Tensor:
-    """(d, d): entry k, j is ∂ output_k / ∂ input_j of a norm at the row a: its backward pass of every unit vector"""
-    d, layer = len(a), wide(norm)
-    saved = layer.forward(a.expand(d, d).contiguous())[1]
-    return layer.backward(torch.eye(d, dtype=torch.float64), layer.rebuild_output(saved)[0], saved)
 
 
 def _of_head(name: str, w: Tensor, j: int, h: int, width: int) -> Factor:
@@ -226,9 +213,9 @@ def _before(t: Tensors, norm: Norm | None, before: str, after: str, cell: Cell) 
     if norm is not None:
         heads, width = len(t[before]), t[before].shape[2]
         if len(norm.weight) == width:
-            through = number(_derivative(norm, t[before][h, i].double())[:, j], "norm′")
+            through = number(norms.derivative(norm, t[before][h, i].double())[:, j], "norm′")
             return "Δ through the norm", [Sum((row(t, after, i, h), through))]
-        slopes = _derivative(norm, t[before][:, i].double().flatten())[:, h * width + j].view(heads, width)
+        slopes = norms.derivative(norm, t[before][:, i].double().flatten())[:, h * width + j].view(heads, width)
         return "Δ of all heads through their norm", [
             Sum((row(t, after, i, x), number(slopes[x], "norm′"))) for x in range(heads)
         ]

@@ -1,6 +1,8 @@
 """The tensors that a number can be followed into: those of the trace, weights, and what the trace does not record.
 
 blocks.0.score                   q kᵗ/√d_ρ, the scores before the softmax; scaled: before their cap   (h, n, n)
+blocks.0.sum_e, sum_e            the sums of e^score of a row of attention, and of e^logit           (h, n, 1), (n, 1)
+blocks.0.G_1, mean_G_1, mean_Ga_1   inside a norm's backward pass: G = Δ diag(w), mean(G), mean(G ∘ ā)  (n, d), (n, 1)
 blocks.0.x_q, n_q                queries before the norm and before the rotation, if there are any  (h, n, d_ρ)
 blocks.0.delta_q, delta_x_q …    the error signals of q, k and v, and of what comes before them
 blocks.0.h_8, g_8                inside an adapter: its input a d, and scale · Δ uᵗ                 (n, r)
@@ -33,6 +35,7 @@ from ...ops import linear, rotary
 from ...ops.attention import scores_of
 from ..stations.network import Network, NetworkStep
 
+LARGE_EXPONENT = 30.0
 Pair = tuple[Tensor, Tensor | None]  # weight (f_in, f_out) and bias
 
 
@@ -121,6 +124,17 @@ class Tensors:
         lse = self[here + "score"].masked_fill(hidden, -math.inf).logsumexp(2)
         return torch.exp(b - torch.logaddexp(lse, b))
 
+    def exponentials(self, here: str) -> tuple[Tensor, bool]:
+        """e^score of what each token sees (h, n, n); without a block e^logit (n, V). Where one would be very large or small,
+        rows are shifted by their largest entry, and True is returned."""
+        if here:
+            x = self.wide(here + "score").masked_fill(self[here + "rho"] == 0, -math.inf)
+        else:
+            x = self.model.logit_map.forward(self.wide("a_12").clone())
+        largest = x.amax(-1, keepdim=True)
+        shifted = bool(largest.abs().max() > LARGE_EXPONENT)
+        return torch.exp(x - largest if shifted else x), shifted
+
     def seeing(self, here: str, j: int) -> range:
         """The tokens whose attention sees token j."""
         attn, n = self.block(here).attn, len(self.trace["a_0"])
@@ -168,11 +182,34 @@ class Tensors:
             return table.table(torch.arange(self.model.config.n_vocab))[0].detach() if table.weight is None else table.w
         if last == "delta_0" and not here:
             return self.model.embed.scale * linear.backward(self[signal(self.network.start)], self["w_tok"])
+        if last == "sum_e":
+            return self._sum_of_softmax(here)
+        if last.startswith(("G_", "mean_G")):
+            return self._inside_norm(here, last)
         if last[:2] in ("h_", "g_") and self._adapted(here, last[2:]):
             return self._adapter(here, last[0], last[2:])
         if here and (made := self._inside_block(here, last)) is not None:
             return made
         raise HandgradError(f"there is no tensor {name!r} to follow")
+
+    def _sum_of_softmax(self, here: str) -> Tensor:
+        e, _ = self.exponentials(here)
+        total = e.sum(-1, keepdim=True)
+        sinks = self.block(here).attn.sinks if here else None
+        if sinks is not None:  # from ρ = e^score/Σ, which includes the sink
+            share = self.rho_sink(here, sinks)[..., None]
+            total = total / (1 - share)
+        return total
+
+    def _inside_norm(self, here: str, last: str) -> Tensor:
+        n = last.rpartition("_")[2]
+        found = self.network.holder(here, n)
+        if found is None or found[0].kind != "norm":
+            raise HandgradError(f"there is no tensor {here + last!r} to follow")
+        if last.startswith("G_"):
+            return self.wide(found[0].signals[0]) * found[0].norm()[1].gain.detach().double()
+        g = self[f"{here}G_{n}"]
+        return (g if last.startswith("mean_G_") else g * self.wide(f"{here}a_bar_{n}")).mean(1, keepdim=True)
 
     def _parameter(self, here: str, kind: str, letter: str) -> Tensor | None:
         found = self.network.holder(here, letter)

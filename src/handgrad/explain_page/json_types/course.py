@@ -27,6 +27,7 @@ class ExerciseProgress(TypedDict):
     hints: int
     solution: bool
     code: str
+    answer: str  # SHA-256 of the newest right one
 
 
 class ExerciseLine(TypedDict):
@@ -35,11 +36,18 @@ class ExerciseLine(TypedDict):
     meaning: str
 
 
+class TaskPart(TypedDict):
+    """A paragraph of a task, or lines of formulas."""
+
+    text: str
+    math: list[list[str]]  # MathML
+
+
 class Exercise(TypedDict):
     name: str
     number: int
     title: str
-    text: str
+    task: list[TaskPart]
     arguments: list[ExerciseLine]
     returns: list[ExerciseLine]
     starter: str
@@ -54,6 +62,7 @@ class Course(TypedDict):
     grading: bool
     max_code: int
     confinement: str
+    exact_after: int  # hints
     exercises: list[Exercise]
 
 

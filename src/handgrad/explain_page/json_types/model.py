@@ -36,18 +36,30 @@ class StationEntry(Explained):
     by_objective: dict[str, Explained]  # of the loss
 
 
+class SymbolEntry(TypedDict):
+    """What a symbol of the formulas means."""
+
+    keys: list[str]  # how assets/symbols.js reads it from a formula
+    shown: str
+    name: str
+    meaning: str
+    shape: str
+    introduced: str
+
+
 class Better(TypedDict):
-    """A model that is being prepared."""
+    """A model that knows more than that of the page, and can be opened beside it."""
 
     text: str
-    url: str | None  # "" if it could not be prepared
+    url: str | None  # null while it is being prepared, "" if it is not
+    download: bool  # whether a button asks for it
 
 
 class Table(TypedDict):
     name: str
     note: str
     python: str
-    better: Better | None
+    better: list[Better]
     text: str
     parameters: int
     trains: int  # parameters that are trained
@@ -59,18 +71,21 @@ class Table(TypedDict):
     optimizers: dict[str, str]
     lora: bool
     large: bool
+    torch: bool  # whether it is there: its gradients are compared with ours
     errata: dict[str, str]
     code: dict[str, str]
     stations: list[StationEntry]
+    symbols: list[SymbolEntry]
 
 
 class Progress(TypedDict):
     busy: bool
+    compiling: bool  # the kernels, before the first pass on a machine
     share: float
     backward: bool
     block: int
     blocks: int
-    better: Better | None
+    better: list[Better]
 
 
 class Objective(TypedDict):
@@ -131,7 +146,6 @@ class Overview(TypedDict):
     losses: list[float]
     objective: Objective
     flows: list[StationFlow]
-    flow: Flow
     groups: list[Group]
     groups_caption: str
 

@@ -21,18 +21,53 @@ class Map(Matrix):
     python: str
 
 
-class HandFactor(TypedDict):
-    title: str
-    digits: list[str]
+Way = Literal["forward", "backward", "gradient"]
+Place = int | str | list[int] | None
 
 
-class ByHand(TypedDict):
-    """An entry of a gradient with the two columns whose products add up to it."""
+class HandPart(TypedDict):
+    """Terms of the same kind; of each: its place, then value, row and column of every factor (without a name the value)."""
 
+    names: list[str | None]  # of the tensors that the factors are entries of
+    heads: list[int | None]
+    tensors: list[str | None]  # their symbols
+    shapes: list[list[int] | None]
+    symbols: list[str]
+    scale: str
+    terms: list[list[Place]]
+
+
+class HandTerms(TypedDict):
+    """The answer of `follow` in little space, numbers with all their digits."""
+
+    symbol: str
+    block: int | None
+    row_label: str | None
+    column_label: str | None
+    formula: str
+    count: int
+    parts: list[HandPart]
+    rest: str
+    sum: str
+    value: str
+
+
+class HandCell(TypedDict):
     row: int
     column: int
-    factors: list[HandFactor]
-    digits: str
+    head: int | None
+    terms: HandTerms | None  # None: `follow` has them
+
+
+class HandResult(TypedDict):
+    """Something that a station computes, with entries to compute by hand."""
+
+    way: Way
+    name: str
+    symbol: str
+    shape: list[int]
+    heads: int | None
+    cells: list[HandCell]
 
 
 class FrozenParameter(TypedDict):
@@ -46,7 +81,6 @@ class Parameter(FrozenParameter):
     grad_norm: float | None
     picture: Picture | None
     vocabulary: Vocabulary | None
-    by_hand: ByHand | None
     python: str
 
 
@@ -68,6 +102,7 @@ class StationView(TypedDict):
     parameters: list[Parameter]
     frozen: list[FrozenParameter]
     parameters_caption: str
+    by_hand: list[HandResult]
     positions: NotRequired[list[LossPosition]]  # at the loss
     loss_caption: NotRequired[str]
     swaps: NotRequired[list[TokenSwaps]]  # at the tokens
@@ -111,6 +146,7 @@ class HeadBranches(TypedDict):
 
 
 class HeadSummary(TypedDict):
+    length: float  # of its output
     incoming: float
     own: float
     first: float

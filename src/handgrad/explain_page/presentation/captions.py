@@ -10,6 +10,7 @@ from .chances import chance
 from .notation import percent, typeset
 
 NAMED = {" ": "␣", "\n": "⏎", "\t": "⇥", "\x7f": "␡"}
+ALONE = {" ": "a space", "\n": "a line break", "\t": "a tab"}
 UNSEEN = ("Cc", "Cf", "Co", "Cs", "Zs", "Zl", "Zp")  # controls, private use, half a character, spaces
 
 
@@ -25,8 +26,9 @@ def visible(token: str) -> str:
 
 
 def quote(token: str) -> str:
-    """‘token’"""
-    return f"‘{visible(token)}’"
+    """A token in a sentence: ‘token’ without spaces around it; one that is a space, by its name."""
+    word = token.strip(" ")
+    return ALONE.get(token) or f"‘{' '.join(map(visible, word.split(' '))) if word else visible(token)}’"
 
 
 def _at(labels: Sequence[str], t: int) -> str:

@@ -13,7 +13,7 @@ class Progress:
 
     def __init__(self, blocks: int):
         self.blocks = blocks
-        self.busy = False
+        self.busy, self.compiling = False, False
         self._back, self._block = False, 0
 
     def begin(self) -> None:
@@ -31,11 +31,12 @@ class Progress:
         elif self._back:
             self._block = self.blocks - 1
 
-    def report(self, better: Better | None) -> Report:
+    def report(self, better: list[Better]) -> Report:
         """Return which pass is in which block, and the share of the work that is done."""
         back, block = (self._back, self._block) if self.busy else (False, 0)
         done = (self.blocks - 1 - block if back else block) / self.blocks
         share = 1 - BACKWARD + BACKWARD * done if back else (1 - BACKWARD) * done
         return {
-            "busy": self.busy, "share": share, "backward": back, "block": block, "blocks": self.blocks, "better": better,
+            "busy": self.busy, "compiling": self.compiling, "share": share, "backward": back, "block": block,
+            "blocks": self.blocks, "better": better,
         }  # fmt: skip

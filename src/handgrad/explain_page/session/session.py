@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from torch import Tensor
 from ... import lora
 from ...errors import HandgradError
 from ...files.scratch import TensorFile
+from ...kernels import library
 from ...machine import trim_heap
 from ...model.gpt import GPT
 from ...model.inspect.layer_gradients import layer_gradients, layer_of
@@ -96,11 +97,20 @@ class Session:
         return a_12 if how.identity else how.forward(a_12.clone())
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str, python: str = MODEL_IN_PYTHON
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        name: str,
+        note: str,
+        text: str,
+        python: str = MODEL_IN_PYTHON,
+        command: str = "",
     ):
         self.model, self.tokenizer, self.name, self.note, self.text = model.eval(), tokenizer, name, note, text
         self.python = python  # lines that define `model`
-        self.better: Better | None = None  # a model that is being prepared
+        self.command = command  # that serves the page of this model; "" if no command does
+        self.better: list[Better] = []  # models that know more
+        self.download: Callable[[], None] = _nothing_to_download  # starts what `better` offers
         self.network = Network(model)
         self.stations: list[Station] = stations_of(model, self.network)
         self.by_id = {station.id: station for station in self.stations}
@@ -111,6 +121,7 @@ class Session:
         self.waiting_clients = 0  # requests being answered
         self.last_response_at = 0.0  # time.monotonic() of the last response
         self._original_weights = {name: p.data for name, p in model.named_parameters()}
+        self._compiled = False  # whether the kernels are known to be there
         self._active_version = 0
         self._loaded: tuple[int, Mapping[str, Tensor]] = (0, {})  # the version whose weights are in memory besides 0
         self._gradients: tuple[str, str, dict[str, Tensor]] = ("", "", {})  # of a layer: sentence, layer, by name
@@ -166,11 +177,20 @@ class Session:
         gradient = partial(self._gradient, id, version, targets)
         self.progress.begin()
         try:
+            self._compile()
             with self.model_at(version) as model:
                 tokens = torch.tensor([ids])
                 return trace_sentence(model, tokens, targets, objective, gradient, self.progress.record)
         finally:
             self.progress.end()
+
+    def _compile(self) -> None:
+        """Compile the kernels if this machine has none yet, so that the page can say so."""
+        if not self._compiled and not library.prepared(self.model.dtype):
+            self.progress.compiling = True
+            library.load(self.model.dtype)
+            self.progress.compiling = False
+        self._compiled = True
 
     def find(self, id: str) -> TracedSentence:
         """Return a traced sentence by its id; trace it again if the cache has dropped it."""
@@ -288,6 +308,10 @@ class Session:
             if self._loaded[0] == number:
                 self._loaded = (0, {})
             del self._versions[number]
+
+
+def _nothing_to_download() -> None:
+    raise HandgradError("this page has no model to download")
 
 
 def _shrink(cache: "OrderedDict[Any, Any]", budget: int, most: int = MAX_IDS, least: int = 1) -> None:

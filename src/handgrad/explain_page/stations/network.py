@@ -17,6 +17,7 @@ from ...model.steps import Layer, require, signal
 KINDS = (  # of a block's steps
     "norm", "attention", "convolution", "linear", "add", "activation", "gated", "router", "experts", "mixture",
 )  # fmt: skip
+NEURONS = ("activation", "gated")  # the activation of a feed-forward layer that every token passes
 FINAL_NORM, HEAD = "10", "11"  # the numbers of their parameters
 
 
@@ -129,7 +130,9 @@ class Network:
 
     def neurons(self, block: int) -> tuple[NetworkStep, NetworkStep, NetworkStep]:
         """The feed-forward layer around the activation: what computes its inputs, itself, and what reads its output."""
-        activation = self.find(block, "activation", "gated")
+        if block not in self.having(*NEURONS):
+            raise HandgradError(f"block {block} has no neurons that all tokens pass: it has a mixture of experts")
+        activation = self.find(block, *NEURONS)
         before = self.maker(activation.inputs[0])
         assert before is not None
         return before, activation, self.readers(activation.outputs[0])[0]

@@ -41,7 +41,7 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int, *
     step = session.network.find(block, "attention")
     delta = _wide(t[step.signals[0]])
     labels = session.labels(sentence)
-    signals = delta.view(len(delta), config.n_heads, width)
+    signals, outputs = (x.view(len(x), config.n_heads, width) for x in (delta, _wide(t[step.outputs[0]])))
     lengths: HeadBranches = {"value": value.norm().item(), "query": query.norm().item(), "key": key.norm().item()}
 
     def shown(name: str, x: Tensor, python: str = "") -> HeadMap:
@@ -55,7 +55,8 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int, *
         "block": block, "head": head, "branches": lengths, "incoming": signal.norm().item(),
         "joined": (value + query + key).norm().item(), "all_heads": t[signal_of(step.inputs[0])].norm().item(),
         "heads": [
-            {"incoming": signals[:, h].norm().item(), "own": t[f"{here}rho"][h].diagonal().mean().item(),
+            {"length": outputs[:, h].norm().item(), "incoming": signals[:, h].norm().item(),
+             "own": t[f"{here}rho"][h].diagonal().mean().item(),
              "first": t[f"{here}rho"][h][1:, 0].mean().item()}
             for h in range(config.n_heads)
         ],

@@ -34,7 +34,7 @@ def neurons(session: Session, sentence: TracedSentence, block: int, position: in
     a_8, delta_8, delta_9 = (t[name].double() for name in (a, signal_a, written))
     parts = a_8 * delta_8
     blame = parts.sum(0) if position is None else parts[position]
-    chosen = torch.topk(blame.abs(), min(NEURONS, len(blame))).indices.tolist()
+    chosen = blame.abs().argsort(descending=True, stable=True)[:NEURONS].tolist()  # equal ones by their numbers
     seen = slice(None) if position is None else slice(position, position + 1)
     with session.model_at(sentence.version) as model, torch.no_grad():
         ((_, layer, _),) = contract.products()
@@ -71,7 +71,7 @@ def _words(session: Session, model: GPT, rows: Tensor) -> list[NeuronWords]:
     logits = model.logit_map.forward(linear.forward(read, model.head.effective_weight(), None))[:, :known]
     count = min(WORDS, known)
     found: list[NeuronWords] = []
-    for row in logits.float():
+    for row in logits.double():
         more, less = torch.topk(row, count), torch.topk(-row, count)
         found.append({
             "more": [{"word": session.token_text(int(i)), "logit": x.item()} for x, i in zip(*more, strict=True)],

@@ -10,11 +10,12 @@ from ..json_types.model import Flow, FlowPython, FlowRow, FormulaLine, Group, Mo
 from ..presentation import captions
 from ..presentation.chances import losses_of
 from ..presentation.notation import symbol, symbols
+from ..presentation.symbols import entries
 from ..session.objectives import describe
 from ..session.session import Session, TracedSentence
 from ..stations.end_formulas import LOSSES, explained
 from ..stations.formulas import ERRATA, Formula, mathml
-from ..stations.network import letter_of
+from ..stations.network import NEURONS, letter_of
 from ..stations.sources import readable_first, source
 from ..stations.table import Station
 from .step import OPTIMIZERS
@@ -31,9 +32,10 @@ def table(session: Session) -> Table:
         "text": session.text, "unit": session.tokenizer.unit, "parameters": session.size, "trains": trains,
         "blocks": c.n_blocks, "heads": c.n_heads, "d": c.d_model, "hidden": c.hidden_width,
         "optimizers": OPTIMIZERS, "lora": trains < session.size,
-        "large": session.large, "errata": {id: ERRATA[id] for id in used},
+        "large": session.large, "torch": True, "errata": {id: ERRATA[id] for id in used},
         "code": {name: source(name) for name in functions},
         "stations": [_station_entry(session, station) for station in session.stations],
+        "symbols": entries(),
     }  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def _more(session: Session, station: Station) -> list[More]:
     if station.stream:
         found.append("lens")
     b, network = station.block, session.network
-    if b in network.having("activation", "gated") and station.a in [s.outputs for s in network.neurons(b)]:
+    if b in network.having(*NEURONS) and station.a in [s.outputs for s in network.neurons(b)]:
         found.append("neurons")
     return found
 
@@ -95,7 +97,7 @@ def overview(session: Session, sentence: TracedSentence) -> Overview:
             {"id": s.id, "a": _lengths(sentence, () if s.kind == "loss" else s.a), "delta": _lengths(sentence, s.incoming)}
             for s in session.stations
         ],
-        "flow": _flow(session, sentence), "groups": groups, "groups_caption": captions.about_groups(sizes),
+        "groups": groups, "groups_caption": captions.about_groups(sizes),
     }  # fmt: skip
 
 
@@ -133,7 +135,7 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[Group], di
 # ── the gradient flow ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _flow(session: Session, sentence: TracedSentence) -> Flow:
+def flow(session: Session, sentence: TracedSentence) -> Flow:
     """Return the error of every token at every depth, each row also as shares of its own squares. What an addition adds has
     the addition's error signal: both are one row."""
     rows: list[FlowRow] = []

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...model.gpt import GPT
 from ...model.passes.objective import TEXT_LOSS, LogitDifference
 from ...model.steps import signal
-from ..follow.follow import by_hand
 from ..follow.tensors import Tensors
 from ..json_types.common import LossPosition, Position, Vocabulary
 from ..json_types.station import FrozenParameter, Map, Matrix, StationView
@@ -19,15 +19,27 @@ from ..presentation.pictures import COLUMNS, ROWS, picture, statistics
 from ..session.session import Session, TracedSentence
 from ..stations.table import Parameter, Station
 from . import swaps
+from .by_hand import by_hand
 
 VOCABULARY_COLUMNS = 64  # of a matrix with a column for every token of the vocabulary
 VOCABULARY_ROWS = 32  # of a gradient with a row or a column for every token of the vocabulary
 VOCABULARY_AXIS = {"grad_w_tok": 0, "grad_w_11": 1}
 
 
-def at_station(session: Session, sentence: TracedSentence, station: Station, *, limit: int = COLUMNS) -> StationView:
-    """Return the matrices, parameters and gradients of one station; pictures have at most `limit` columns."""
-    view: StationView = {"id": station.id, "maps": [], "parameters": [], "frozen": [], "parameters_caption": ""}
+def at_station(
+    session: Session,
+    sentence: TracedSentence,
+    station: Station,
+    *,
+    limit: int = COLUMNS,
+    stored: int = 0,
+    every: bool = True,
+) -> StationView:
+    """Return the matrices, parameters and gradients of one station; pictures have at most `limit` columns, and of what can
+    be computed by hand `stored` entries have their terms, of one result unless `every`."""
+    view: StationView = {
+        "id": station.id, "maps": [], "parameters": [], "frozen": [], "parameters_caption": "", "by_hand": [],
+    }  # fmt: skip
     labels = session.labels(sentence)
     if station.kind == "loss":
         view["positions"] = positions(session, sentence)
@@ -44,7 +56,10 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, *, 
         change = swaps.estimates(session, sentence)
         view["swaps"], view["swaps_caption"] = swaps.best_swaps(session, sentence, change)
         view["maps"] = [_swap_map(session, sentence, change, view["swaps_caption"])]
-    _add_parameters(view, session, sentence, station, limit)
+    with session.model_at(sentence.version) as model, torch.no_grad():
+        tensors = Tensors(model, sentence.trace, session.network)
+        _add_parameters(view, session, model, sentence, station, limit)
+        view["by_hand"] = by_hand(session, sentence, tensors, station, stored, every)
     return view
 
 
@@ -106,38 +121,31 @@ def vocabulary_columns(sentence: TracedSentence, x: Tensor, most: int = VOCABULA
 
 
 def _add_parameters(
-    view: StationView, session: Session, sentence: TracedSentence, station: Station, limit: int
+    view: StationView, session: Session, model: GPT, sentence: TracedSentence, station: Station, limit: int
 ) -> None:
     """Add the station's parameters to its view, those that are frozen by their sizes only."""
     norms: dict[str, float] = {}
     sizes: dict[str, float] = {}
-    with session.model_at(sentence.version) as model:
-        tensors = Tensors(model, sentence.trace, session.network)
-        for parameter in station.parameters:
-            full = model.get_parameter(parameter.name)
-            value = parameter.view(full.data)
-            size: FrozenParameter = {
-                "symbol": parameter.symbol, "shape": list(value.shape), "norm": value.norm().item()
-            }  # fmt: skip
-            sizes[parameter.symbol] = size["norm"]
-            if not full.requires_grad:
-                view["frozen"].append(size)
-                continue
-            shown = _parameter(session, tensors, sentence, parameter, size, limit)
-            view["parameters"].append(shown)
-            if shown["grad_norm"] is not None:
-                norms[parameter.symbol] = shown["grad_norm"]
+    for parameter in station.parameters:
+        full = model.get_parameter(parameter.name)
+        value = parameter.view(full.data)
+        size: FrozenParameter = {
+            "symbol": parameter.symbol, "shape": list(value.shape), "norm": value.norm().item()
+        }  # fmt: skip
+        sizes[parameter.symbol] = size["norm"]
+        if not full.requires_grad:
+            view["frozen"].append(size)
+            continue
+        shown = _parameter(session, sentence, parameter, size, limit)
+        view["parameters"].append(shown)
+        if shown["grad_norm"] is not None:
+            norms[parameter.symbol] = shown["grad_norm"]
     if station.parameters:
         view["parameters_caption"] = captions.about_gradients(norms, sizes)
 
 
 def _parameter(
-    session: Session,
-    tensors: Tensors,
-    sentence: TracedSentence,
-    parameter: Parameter,
-    size: FrozenParameter,
-    limit: int,
+    session: Session, sentence: TracedSentence, parameter: Parameter, size: FrozenParameter, limit: int
 ) -> ShownParameter:
     """A parameter and its gradient; of a gradient over the vocabulary the rows or columns of some tokens."""
     grad = sentence.trace.get(parameter.gradient)
@@ -151,7 +159,6 @@ def _parameter(
     return {
         **size, "name": parameter.gradient, "grad_norm": sentence.trace.norms.get(parameter.gradient),
         "picture": None if shown is None else picture(shown, limit=columns, rows_limit=rows), "vocabulary": words,
-        "by_hand": None if grad is None else by_hand(tensors, sentence, parameter.gradient, grad),
         "python": f"trace[{parameter.gradient!r}]{part}",
     }  # fmt: skip
 
@@ -175,7 +182,8 @@ def positions(session: Session, sentence: TracedSentence, *, top: int = 5, bars:
     rows: list[LossPosition] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         row = position_of(session, log_chances(logits[t]), sentence.ids[t], target, top)
-        strongest = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.tolist()
+        best = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.sort().values
+        strongest = best[delta[t, best].abs().argsort(descending=True, stable=True)].tolist()  # equal ones by their ids
         rows.append({
             **row,
             "push": [

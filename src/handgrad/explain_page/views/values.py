@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...errors import HandgradError
+from ..follow.tensors import Tensors
 from ..json_types.common import Picture
 from ..json_types.station import Entries, Value
 from ..presentation.pictures import picture
@@ -17,7 +18,8 @@ MAX_ENTRIES = 2_000_000  # of a matrix as a file
 
 
 def matrix(session: Session, sentence: TracedSentence, name: str, head: int | None) -> Tensor:
-    """Return a tensor of the trace as a matrix; `head` selects one of a tensor with heads."""
+    """Return a tensor of the trace, a weight, or what `follow` computes from them, as a matrix; `head` selects one of a
+    tensor with heads."""
     if name == "delta_0":
         return relaxed_signal(session, sentence)
     if name == "swaps":
@@ -25,7 +27,8 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
     here, _, last = name.rpartition(".")
     x = sentence.trace.get(f"{here}.rho" if last == "sent" else name)
     if x is None:
-        raise HandgradError(f"the trace has no matrix {name!r}")
+        with session.model_at(sentence.version) as model, torch.no_grad():
+            x = Tensors(model, sentence.trace, session.network)[name]
     if x.ndim == 3:
         if head is None or not 0 <= head < len(x):
             raise HandgradError(f"{name} has {len(x)} heads: pass head=0 to {len(x) - 1}")
@@ -37,10 +40,16 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
 
 
 def slice_of(
-    session: Session, sentence: TracedSentence, name: str, head: int | None, rows: Range, columns: Range
+    session: Session,
+    sentence: TracedSentence,
+    name: str,
+    head: int | None,
+    rows: Range | None = None,
+    columns: Range | None = None,
 ) -> Picture:
-    """Return a part of a matrix as a picture, for zooming."""
+    """Return a part of a matrix as a picture, for zooming, or all of it."""
     x = matrix(session, sentence, name, head)
+    rows, columns = rows or (0, x.shape[0]), columns or (0, x.shape[1])
     for (low, high), size in ((rows, x.shape[0]), (columns, x.shape[1])):
         if not 0 <= low < high <= size:
             raise HandgradError(f"{name} is {x.shape[0]} × {x.shape[1]}; the range {low}:{high} is outside it")

@@ -25,7 +25,7 @@ from ..presentation.chances import chance, log_chances
 from ..presentation.notation import percent, symbol, typeset
 from ..presentation.pictures import length
 from ..session.session import Session, TracedSentence
-from ..stations.network import Network, NetworkStep, letter_of
+from ..stations.network import NEURONS, Network, NetworkStep, letter_of
 
 Index = tuple[Any, ...]
 KINDS = ("head", "skip", "neuron", "weight")
@@ -76,7 +76,7 @@ def place_of(
     here, in_block, network = f"blocks.{block}.", f"of block {block + 1}", session.network
     if kind == "skip":
         return _skip(network, block, edge)
-    step = network.find(block, "activation", "gated") if kind == "neuron" else network.find(block, "attention")
+    step = network.neurons(block)[1] if kind == "neuron" else network.find(block, "attention")
     (a,), (delta,) = step.outputs, step.signals
     if kind == "neuron":
         j = number("neuron", config.hidden_width)
@@ -156,11 +156,21 @@ def what_if_at(
 def what_if(session: Session, sentence: TracedSentence, place: Place) -> WhatIf:
     """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
     with session.model_at(sentence.version) as model:
-        (value, before), (measured, after) = (
+        (value, plain), (measured, zeroed) = (
             edited_forward(model, sentence.tokens, sentence.targets, edit, sentence.objective)
             for edit in ({}, {place.name: place.zeroed})
         )
     guess = predicted(sentence.trace, place)
+    moves = moves_of(session, sentence, plain["a_12"], zeroed["a_12"])
+    return {
+        "label": place.label, "name": place.name, "value": value, "predicted": guess, "measured": measured - value,
+        "moves": moves, "caption": _about(place, guess, measured - value),
+        "python": place.python(place.name, sentence.objective, "changed.loss - base.loss"),
+    }  # fmt: skip
+
+
+def moves_of(session: Session, sentence: TracedSentence, before: Tensor, after: Tensor) -> list[WhatIfMove]:
+    """What an edit does to the prediction at every position, from the logits without and with it."""
     moves: list[WhatIfMove] = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         first, second = int(before[t].argmax()), int(after[t].argmax())
@@ -171,11 +181,7 @@ def what_if(session: Session, sentence: TracedSentence, place: Place) -> WhatIf:
             "before": was, "after": now,
             "first_before": session.token_text(first), "first_after": session.token_text(second),
         })  # fmt: skip
-    return {
-        "label": place.label, "name": place.name, "value": value, "predicted": guess, "measured": measured - value,
-        "moves": moves, "caption": _about(place, guess, measured - value),
-        "python": place.python(place.name, sentence.objective, "changed.loss - base.loss"),
-    }  # fmt: skip
+    return moves
 
 
 def _about(place: Place, guess: float, change: float) -> str:
@@ -270,13 +276,13 @@ def effects(session: Session, sentence: TracedSentence, *, neurons: int = 5) -> 
     best: list[list[NeuronEffect]] = []
 
     def activation_of(b: int) -> tuple[str, str]:
-        step = network.find(b, "activation", "gated")
+        step = network.neurons(b)[1]
         return step.outputs[0], step.signals[0]
 
     def by_column(a: str, delta: str) -> Tensor:
         return -(t[a].double() * t[delta].double()).sum(0)
 
-    activating = network.having("activation", "gated")  # a mixture of experts has no row of neurons for every token
+    activating = network.having(*NEURONS)  # a mixture of experts has no row of neurons for every token
     neuron = ""
     for b in range(config.n_blocks):
         mixing = network.find(b, "attention", "convolution")
@@ -293,7 +299,7 @@ def effects(session: Session, sentence: TracedSentence, *, neurons: int = 5) -> 
             best[b] = [{"neuron": j, "predicted": blame[j].item()} for j in top]
     products = [_product(names) for names in [(mixing.outputs[0], mixing.signals[0]), *additions]]
     with_heads = network.every("attention")
-    every, with_neurons = f"for b in range({config.n_blocks})", network.every("activation", "gated")
+    every, with_neurons = f"for b in range({config.n_blocks})", network.every(*NEURONS)
     past = [{_past(network, step): None for step in steps} for steps in zip(*_all_additions(network), strict=True)]
     return {
         "heads": heads, "skips": skips, "neurons": best,

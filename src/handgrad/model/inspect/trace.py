@@ -6,9 +6,10 @@
 Rows are tokens, all sequences end to end; maps between tokens are (heads, n, n), zero between sequences.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from ..passes.readout import forward_at_once
 from ..passes.router_losses import RouterLosses
 from ..steps import Layer
 from .edits import Editor, Edits
+from .patch import Patch
+from .tensor_view import shown_as
 from .trace_html import trace_html
 
 
@@ -36,8 +39,10 @@ class Trace(Mapping[str, Tensor]):
         loss: float,
         lengths: tuple[int, ...],
         objective: Objective = MEAN_LOSS,
+        text_of: Callable[[int], str] = str,
     ):
         self._values = values
+        self._text_of = text_of  # of a token
         self.loss = loss
         self.lengths = lengths
         self.objective = objective
@@ -46,7 +51,12 @@ class Trace(Mapping[str, Tensor]):
         if name not in self._values:
             near = get_close_matches(name, self._values, 3) or list(self._values)[:3]
             raise KeyError(f"the trace has no {name!r}; it has {', '.join(near)} …")
-        return self._values[name]
+        return shown_as(self._values[name], name, self)
+
+    @property
+    def words(self) -> list[str]:
+        """The text of every token, by the model's tokenizer; its id, if the model has none."""
+        return [self._text_of(id) for id in self._values["a_0"].tolist()]
 
     def __contains__(self, name: object) -> bool:
         return name in self._values
@@ -94,7 +104,24 @@ def trace(
     with own_gradients(model.parameters()):
         loss = record_pass(model, tokens, targets, lengths, objective=objective, edit=edit, record=keep)
         values |= gradients(model)
-    return Trace(values, loss, model.pack(tokens, lengths).lengths, objective)
+    return Trace(values, loss, model.pack(tokens, lengths).lengths, objective, partial(_text, model))
+
+
+def _text(model: GPT, id: int) -> str:
+    return str(id) if model.tokenizer is None else str(model.tokenizer.decode([id]))
+
+
+@contextmanager
+def without_gradients(model: GPT) -> Iterator[None]:
+    """Within the context no parameter gets a gradient; afterwards each trains or not as before."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for p in trained:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 @contextmanager
@@ -126,7 +153,7 @@ def record_pass(
 ) -> float:
     """Record every activation and error signal of one pass; return the value of the objective. The gradients are added into
     `.grad`; `finished` is called with the parameters of each layer as soon as theirs are final, and may free them."""
-    editor = None if edit is None else Editor(edit, record)
+    editor = None if edit is None else _editor(model, edit, record)
     options = PassOptions(finished=finished, record=record if editor is None else editor, routers=routers)
     work = model.prepare(model.pack(tokens, lengths), targets, objective, n_targets, options, complete=True)
     value = model.differentiate(work, options)
@@ -138,10 +165,10 @@ def record_pass(
 @torch.no_grad()
 def edited_forward(
     model: GPT, tokens: Tensor, targets: Tensor, edit: Edits, objective: Objective = MEAN_LOSS
-) -> tuple[float, Tensor]:
-    """The value of the objective with these edits, and the logits (n, V), without a backward pass."""
+) -> tuple[float, dict[str, Tensor]]:
+    """The value of the objective with these edits, and the tensors of the forward pass, without a backward pass."""
     values: dict[str, Tensor] = {}
-    editor = Editor(edit, values.__setitem__)
+    editor = _editor(model, edit, values.__setitem__)
     work = model.prepare(model.pack(tokens), targets, objective, complete=True)
     state = model.forward_pass(work, PassOptions(record=editor), lowest=len(model.blocks))
     with model.weights(model.head) as weights:
@@ -150,7 +177,13 @@ def edited_forward(
             model.ending(), state.a_10[0], work.pieces[0], work.objective, 1 / work.n_targets, run
         )
     editor.check_names()
-    return value / work.n_targets, values["a_12"]
+    return value / work.n_targets, values
+
+
+def _editor(model: GPT, edit: Edits, record: Record) -> Editor:
+    if isinstance(edit, Patch):
+        edit.check_vocabulary(model.config.n_vocab)
+    return Editor(edit, record)
 
 
 def gradients(model: GPT, of: Collection[nn.Parameter] | None = None) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ import * as loss from "./loss.js";
 import { matrix, scaled } from "./matrix.js";
 
 /** @typedef {import("./matrix.js").Matrix} Matrix */
-/** @typedef {{ kind: "sentence" } | { kind: "position", position: number }
+/** `target` is the token whose loss is meant, if not the one that follows in the text.
+ * @typedef {{ kind: "sentence" } | { kind: "position", position: number, target?: number }
  *   | { kind: "difference", position: number, token: number, against: number }} Objective */
 
 /** Raise if an objective does not fit the tokens. @param {Objective} objective @param {number[]} ids @param {number} n_vocab */
@@ -19,7 +20,7 @@ export function check(objective, ids, n_vocab) {
   const inside = (/** @type {number} */ x, /** @type {number} */ end) => Number.isInteger(x) && 0 <= x && x < end;
   if (!inside(position, ids.length))
     throw new EngineError(`position must be a row from 0 to ${ids.length - 1}, not ${position}`);
-  if (kind === "position" && position === ids.length - 1)
+  if (kind === "position" && objective.target === undefined && position === ids.length - 1)
     throw new EngineError(`position ${position} has no target, so there is no loss: choose another position`);
   if (kind === "position") return;
   const { token, against } = objective;
@@ -32,9 +33,8 @@ export function check(objective, ids, n_vocab) {
 /** The targets that an objective reads. @param {Objective} objective @param {number[]} ids */
 function select(objective, ids) {
   const targets = loss.next_tokens(ids);
-  return objective.kind === "position"
-    ? targets.map((id, t) => (t === objective.position ? id : loss.NO_TARGET))
-    : targets;
+  if (objective.kind !== "position") return targets;
+  return targets.map((id, t) => (t === objective.position ? (objective.target ?? id) : loss.NO_TARGET));
 }
 
 /** @param {number[]} targets */

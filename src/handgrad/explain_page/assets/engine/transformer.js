@@ -162,7 +162,7 @@ export function run(
   { objective = { kind: "sentence" }, edits = new Map(), forwardOnly = false, start } = {},
 ) {
   const { config, network } = model;
-  check_ids(ids, config);
+  check_ids(ids, config, objective);
   objectives.check(objective, ids, config.n_vocab);
   if (start && !forwardOnly) throw new Error("a pass that begins in the middle is a forward pass");
   const record = new Recorder(edits);
@@ -187,9 +187,10 @@ export function run(
   });
 }
 
-/** @param {number[]} ids @param {Config} config */
-function check_ids(ids, { n_vocab, n_context }) {
-  if (ids.length < 2) throw new EngineError("a sentence needs at least two tokens: one to read and one to predict");
+/** @param {number[]} ids @param {Config} config @param {Objective} objective */
+function check_ids(ids, { n_vocab, n_context }, { kind }) {
+  if (ids.length < (kind === "sentence" ? 2 : 1))
+    throw new EngineError("a sentence needs at least two tokens: one to read and one to predict");
   if (ids.length > n_context)
     throw new EngineError(`${ids.length} tokens do not fit into a context of ${n_context}: shorten the sequence`);
   const wrong = ids.find((id) => !(Number.isInteger(id) && 0 <= id && id < n_vocab));
