@@ -11,6 +11,7 @@ from test_page_sentences import share
 from tiny_session import TEXT, make_session
 
 import handgrad as hg
+from handgrad.explain_page.presentation.captions import quote as said
 from handgrad.explain_page.presentation.captions import visible
 from handgrad.explain_page.session.session import Session, TracedSentence
 from handgrad.explain_page.views import attention, what_if
@@ -20,11 +21,6 @@ from handgrad.formatting import typeset
 pytest_plugins = ["page_fixtures"]
 
 ORDER = ["prologue", "start", "station", "attribution", "flow", "heads", "whatif", "step", "compare", "exercises"]
-
-
-def said(text: str) -> str:
-    """As storyline.js writes a word."""
-    return f"‘{visible(text.strip() or text)}’"
 
 
 def line(page: Page) -> str:

@@ -148,8 +148,9 @@ class GPT(Network):
 
         n_targets   To accumulate over several calls as if they were one batch, give the number of targets of all the
                     calls together: each call then returns its share of the mean, and shares and gradients add up.
-                    An objective of pairs or completions counts these. A call without any target adds 0. If a call raises, gradients of earlier calls may have been added to.
-                    The losses of routers are of all calls too: count them first, and give routers= their sum.
+                    An objective of pairs or completions counts these. A call without any target adds 0. If a call raises,
+                    gradients of earlier calls may have been added to. The losses of routers are of all calls too: count
+                    them first, and give routers= their sum.
         objective   What to differentiate instead of the mean loss: one target's loss, a difference of logits, or a loss of
                     preferences or rewards.
         options     How to compute it: recompute="blocks", seed, tokens_at_once, finished, record, examples, routers, share,
