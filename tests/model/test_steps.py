@@ -267,7 +267,7 @@ def test_a_given_signal_is_recorded_with_its_logits() -> None:
 def test_norms_of_examples_know_only_losses(measure: ExampleGradients) -> None:
     model, tokens, targets = make("gpt2")
     for objective in (hg.LogitDifference(2, 3, 7), GivenSignal(torch.zeros(len(tokens), 11))):
-        with pytest.raises(hg.HandgradError, match=f"ExampleNorms measures losses, not {type(objective).__name__}"):
+        with pytest.raises(hg.HandgradError, match=f"of examples are of losses, not of {type(objective).__name__}"):
             model.loss_and_grads(tokens, targets, LENGTHS, objective=objective, examples=measure)
     model.loss_and_grads(tokens, targets, LENGTHS, objective=hg.LogitDifference(2, 3, 7), examples=ExamplePairs())
 
