@@ -11,6 +11,7 @@ from test_page_sentences import share
 from tiny_session import TEXT, make_session
 
 import handgrad as hg
+from handgrad.explain_page.presentation.captions import quote as said
 from handgrad.explain_page.presentation.captions import visible
 from handgrad.explain_page.session.session import Session, TracedSentence
 from handgrad.explain_page.views import attention, what_if
@@ -20,11 +21,6 @@ from handgrad.formatting import typeset
 pytest_plugins = ["page_fixtures"]
 
 ORDER = ["prologue", "start", "station", "attribution", "flow", "heads", "whatif", "step", "compare", "exercises"]
-
-
-def said(text: str) -> str:
-    """As storyline.js writes a word."""
-    return f"‘{visible(text.strip() or text)}’"
 
 
 def line(page: Page) -> str:
@@ -130,7 +126,7 @@ def test_every_view_continues_the_story(told: tuple[Page, Session, TracedSentenc
     expect(page.locator("#objective")).to_contain_text("the loss of")  # of the word alone
     now = f"{pair[1]} has {share(p[t, came].item())} after {said(words[t])}"
     assert text == f"{now}. How many steps does it take until it is the first choice?"
-    assert page.locator("[role=tab]").evaluate_all("tabs => tabs.map((tab) => tab.id.slice(4))") == ["prologue", *ORDER]
+    assert page.locator("[role=tab]").evaluate_all("tabs => tabs.map((tab) => tab.id.slice(4))") == ORDER
     check_elsewhere(page, session, t, came)
     text = follow(page, "compare")
     expect(page.locator(".story-next").last).to_be_visible()

@@ -1,6 +1,7 @@
 """The result files of a class: what counts, what does not and why, and that nothing in them reaches the page as markup."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_a_class_with_files_that_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "foreign.json").write_text('{"a": 1}')
     (tmp_path / "own.json").write_text('{"format": 1, "exercises": {}}')
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / os.fsdecode(b"bytes\xff.json")).write_text("[]")
     (tmp_path / "large.json").write_text(" " * 1_000_001)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     (tmp_path / "link.json").symlink_to("/etc/passwd")
@@ -82,6 +84,7 @@ def test_a_class_with_files_that_do_not_count(tmp_path: Path) -> None:
         "copy.json": "the same content as ada/learn.json", "changed.json": "changed after it was written",
         "half.json": "not valid JSON", "foreign.json": "not a result", "own.json": "handgrad learn --export",
         "list.json": "JSON object", "large.json": "larger than", "binary.json": "not UTF-8", "link.json": "a link",
+        r"bytes\udcff.json": "JSON object",
     }  # fmt: skip
     assert found.problems.keys() == reasons.keys()
     for name, words in reasons.items():
@@ -91,7 +94,7 @@ def test_a_class_with_files_that_do_not_count(tmp_path: Path) -> None:
     page = class_page(found, "<i>class</i>")
     assert "<script" not in page and "<i>" not in page and "&lt;script&gt;alert(1)" in page and "1 of 1" in page
     assert page.count("✔ 3 · 2 h") == 3 and page.count("… 1 · s") == 3 and "no signature" in page
-    assert all(name in page for name in reasons)
+    assert all(name in page for name in reasons) and page.encode()
 
 
 def test_a_folder_without_results(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ..errors import HandgradError, for_command_line
+from ..errors import HandgradError, for_command_line, printable
 from ..formatting import plural
 from ..web.document import document
 from .course import COURSE
 from .result_file import Item, Result, read_result
 
 MAX_FILES = 2000
+MAX_NAME = 4096  # characters of a path, none of which is left out
 CANNOT = (
     "A hash shows that a file was changed after it was written. It is no signature: attempts and hints are counted on the"
     " student's own machine, and a program can write a file with any content and the hash that fits. To be sure of an"
@@ -57,7 +58,7 @@ def collect(folder: Path) -> Class:
     problems: dict[str, str] = {}
     first: dict[str, str] = {}  # the file with this content
     for path in files:
-        name = path.relative_to(folder).as_posix()
+        name = printable(path.relative_to(folder).as_posix(), MAX_NAME)  # it may have bytes that are no text
         try:
             if path.is_symlink():
                 raise HandgradError("is a link, not a file")
@@ -67,7 +68,8 @@ def collect(folder: Path) -> Class:
             first[result.sha256] = name
             results[name] = result
         except HandgradError as reason:
-            problems[name] = for_command_line(reason).removeprefix(f"{path} ").replace(str(path), "it")
+            where = printable(str(path), MAX_NAME)
+            problems[name] = for_command_line(reason).removeprefix(f"{where} ").replace(where, "it")
     return Class(results, problems, tuple(_notes(results)))
 
 

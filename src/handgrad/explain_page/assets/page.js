@@ -194,11 +194,13 @@ async function computeTrace(text, { push = false, fresh = false, version = weigh
   if (state.table.large && state.overview) setStatus("Computing forward and backward pass…");
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
+  const mine = newest + 1;
   try {
     await showTraced(() => (has("sentence") ? post("sentence", body) : get("overview", storedId(text))), push, fresh);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
+    if (mine !== newest) return ""; // another sentence was asked for meanwhile
     setStatus(reason.message, true);
     if (state.overview) state.objective = encodeObjective(state.overview.objective); // what is shown stays
     redraw();
@@ -344,6 +346,7 @@ async function start() {
   applyTheme(opensDark());
   try {
     state.table = await busy(get("table"));
+    state.predicts = has("predict");
   } catch (reason) {
     find("opening").hidden = true;
     setStatus(/** @type {Error} */ (reason).message, true);

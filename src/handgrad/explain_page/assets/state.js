@@ -17,5 +17,6 @@ export const state = {
   /** @type {string | null} */ objective: null, // what is differentiated: null for the loss of the whole sentence
   exercise: "", // the name of the exercise that is open; "" for the first one that is not solved
   /** @type {any} */ hand: null, // what is computed by hand: name, row, column and head of an entry; null while that is closed
+  predicts: true, // whether other texts can be predicted, and so steps be taken until they say something
   /** @type {any[]} */ followed: [], // the numbers being followed, the newest last
 };

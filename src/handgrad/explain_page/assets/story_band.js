@@ -40,7 +40,7 @@ function onward(view, next, state, data, actions) {
   const word = view === "start" ? wordAt(overview, Math.min(token, overview.losses.length - 1)) : wordOf(state);
   const question = next === "station" && has("sentence") ? questionOf(data.view.positions[word.position]) : null;
   const open = () => go(next, state, word.position, question, actions);
-  return button(`next: ${invitation(next, word.word, question)} →`, open, { class: "story-next", "data-next": next });
+  return button(`next: ${invitation(next, word.word, question, state.predicts)} →`, open, { class: "story-next", "data-next": next });
 }
 
 /** Open the next view with what it explains: a difference at the loss, the word alone where steps are taken.

@@ -1,10 +1,10 @@
 // @ts-check
 // The story of one word, continued by every view: one sentence from the view's own data, and where the story goes next.
 
-import { chance, count, number, percent, visible } from "./format.js";
+import { chance, count, number, percent, quote } from "./format.js";
 
-/** A word in a sentence: ‘Berlin’, without the space before it. @param {string} text */
-export const said = (text) => `‘${visible(text.trim() ? text.trim() : text)}’`;
+/** A word in a sentence: ‘Berlin’, without the space before it; a space is called so. */
+export const said = quote;
 
 /**
  * @typedef {object} Word  the word of the story
@@ -189,7 +189,8 @@ function step(state) {
   const { steps } = state.overview;
   const { before, word, share } = wordOf(state);
   const now = `${said(word)} has ${share} after ${said(before)}`;
-  return steps ? `After ${count(steps, "step")}, ${now}.` : `${now}. How many steps does it take until it is the first choice?`;
+  const question = state.predicts ? " How many steps does it take until it is the first choice?" : "";
+  return steps ? `After ${count(steps, "step")}, ${now}.` : `${now}.${question}`;
 }
 
 /** @param {any} state @param {any} data */
@@ -217,11 +218,12 @@ function exercises(state, { course }) {
  * @type {Record<string, (state: any, data: any) => string | null>} */
 export const LINES = { start, station, attribution, flow, heads, whatif, step, compare, exercises };
 
-/** What the link to a view says. @param {string} view @param {string} word @param {[any, any] | null} [question] */
-export function invitation(view, word, question) {
+/** What the link to a view says. @param {string} view @param {string} word @param {[any, any] | null} question
+ * @param {boolean} predicts  whether other texts can be predicted */
+export function invitation(view, word, question, predicts) {
   if (view === "station")
     return question ? `why ${said(question[0].word)} and not ${said(question[1].word)}?` : `the loss of ${said(word)}`;
-  if (view === "step") return `take steps until it says ${said(word)}`;
+  if (view === "step") return predicts ? `take steps until it says ${said(word)}` : "take a step";
   return INVITATIONS[view];
 }
 
